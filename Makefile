@@ -1,0 +1,28 @@
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+
+.PHONY: setup test lint demo clean
+
+setup: $(READY)
+
+# Runs again only when what it depends on changed.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Esper needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+lint: $(READY)
+	$(VENV)/bin/ruff check src tests
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+test: $(READY) lint
+	$(VENV)/bin/python -m pytest -n 2
+
+demo: $(READY)
+	$(VENV)/bin/esper demo
+
+clean:
+	rm -rf $(VENV) build dist demo

@@ -1,0 +1,157 @@
+"""`esper bench population`: the population against a Python loop over plain modules, in one run."""
+
+import functools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from esper.kasmina import Host, OptimConfig, Population
+from esper.leyline import EsperError, Style
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class PopulationBench:
+    """Train hosts with three live seeds each, in a topology redrawn every epoch: as a population, and as a loop of modules.
+
+    Example: esper bench population --host mlp --rows 64 --json
+    """
+
+    host: str = "conv1d"
+    """Host kind: mlp, conv1d or cnn."""
+    rows: int = 64
+    """Hosts in the population."""
+    loop_rows: int = 0
+    """Hosts in the loop; 0 is as many as in the population."""
+    batch: int = 100
+    """Samples per host and step."""
+    steps: int = 30
+    """Steps per epoch."""
+    rounds: int = 5
+    """Interleaved rounds; the median counts."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    """float32, or bfloat16 (weights stay float32, activations do not)."""
+    json: bool = False
+    """Print one JSON object as the last line."""
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.batch, self.steps, self.rounds) < 1 or self.loop_rows < 0:
+            raise EsperError("--rows, --batch, --steps and --rounds must be at least 1, and --loop-rows not negative")
+        if self.loop_rows > self.rows:
+            raise EsperError("--loop-rows cannot exceed --rows: the loop trains some of the population's own hosts")
+        if self.dtype not in DTYPES:
+            raise EsperError(f"no --dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
+
+
+def random_topology(population: Population, generator: torch.Generator) -> None:
+    """Reset every row and fill every slot: blueprints (but noop) and styles drawn uniformly, alpha 1."""
+    shape = (population.rows, len(population.prototypes))
+    choices = torch.tensor([i for i, name in enumerate(population.spec.blueprints) if name != "noop"])
+    blueprint = choices[torch.randint(len(choices), shape, generator=generator)]
+    style = torch.randint(len(Style), shape, generator=generator)
+    every = torch.arange(population.rows)
+    population.reset(every, torch.randint(2**62, (population.rows,), generator=generator))
+    population.install(every, blueprint, style, torch.ones(shape))
+
+
+class Loop:
+    """The same hosts as plain modules, one after the other, with the fastest optimiser and clipping PyTorch has."""
+
+    def __init__(self, population: Population, rows: int) -> None:
+        self.nets = [population.extract(i) for i in range(rows)]
+        self.parts = [self._parts(net) for net in self.nets]
+        config = population.optim
+        every = [p for net in self.nets for p in net.parameters()]
+        self.optim = torch.optim.AdamW(every, config.lr, config.betas, config.eps, config.weight_decay, fused=True)
+        self.clips = (config.host_clip, config.seed_clip)
+        self.dtype = population.compute_dtype
+
+    @staticmethod
+    def _parts(net: nn.Module) -> list[list[nn.Parameter]]:
+        seeds = [list(graft.parameters()) for graft in net.grafts]  # type: ignore[union-attr]
+        return [[*net.stages.parameters(), *net.head.parameters()], *seeds]  # type: ignore[union-attr]
+
+    def run(self, x: Tensor, y: Tensor, steps: int) -> None:
+        for _ in range(steps):
+            self.step(x, y)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.optim.zero_grad(set_to_none=True)
+        for i, (net, parts) in enumerate(zip(self.nets, self.parts, strict=True)):
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+                loss = F.cross_entropy(net(x[:, i]), y[:, i])
+            loss.backward()  # type: ignore[no-untyped-call]
+            for place, parameters in enumerate(parts):
+                nn.utils.clip_grad_norm_(parameters, self.clips[min(place, 1)])
+        self.optim.step()
+
+
+def _timed(work: Callable[[], None], device: str) -> float:
+    started = time.perf_counter()
+    work()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def run_population_bench(config: PopulationBench, report: Callable[[str], None]) -> dict[str, Any]:
+    """Samples per second of both ways and their ratio; `report` gets a line per round."""
+    loop_rows = config.loop_rows or config.rows
+    generator = torch.Generator().manual_seed(0)
+    population = Population(Host(config.host), config.rows, optim=OptimConfig(lr=1e-3), device=config.device,
+                            compute_dtype=DTYPES[config.dtype])
+    x = torch.randn(config.batch, config.rows, *population.host.inputs, generator=generator).to(config.device)
+    y = torch.randint(population.host.classes, (config.batch, config.rows), generator=generator).to(config.device)
+    x_typed = x.to(DTYPES[config.dtype])
+
+    def epoch() -> None:
+        random_topology(population, generator)
+        for _ in range(config.steps):
+            population.train_step(x_typed, y)
+        population.end_epoch()
+
+    _timed(epoch, config.device)
+    rates: dict[str, list[float]] = {"population": [], "loop": []}
+    for number in range(1, config.rounds + 1):
+        rates["population"].append(config.rows * config.batch * config.steps / _timed(epoch, config.device))
+        random_topology(population, generator)
+        loop = Loop(population, loop_rows)
+        loop.step(x, y)
+        seconds = _timed(functools.partial(loop.run, x, y, config.steps), config.device)
+        rates["loop"].append(loop_rows * config.batch * config.steps / seconds)
+        report(f"round {number}: population {rates['population'][-1]:,.0f} samples/s, loop {rates['loop'][-1]:,.0f}")
+    medians = {way: statistics.median(values) for way, values in rates.items()}
+    return {"bench": "population", **asdict(config), "samples_per_second": medians, "rounds_samples_per_second": rates,
+            "ratio": statistics.median(a / b for a, b in zip(*rates.values(), strict=True)),
+            "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+
+
+def bench_table(result: dict[str, Any]) -> Table:
+    table = Table(title=f"{result['host']}, batch {result['batch']}, three seeds per host, {result['dtype']} on {result['device']}")
+    for name in ("way", "hosts", "samples/s"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    rates = result["samples_per_second"]
+    table.add_row("population", str(result["rows"]), f"{rates['population']:,.0f}")
+    table.add_row("loop of modules", str(result["loop_rows"] or result["rows"]), f"{rates['loop']:,.0f}")
+    table.add_section()
+    table.add_row("ratio", "", f"{result['ratio']:.1f}x")
+    return table
+
+
+def run(config: PopulationBench, console: Console) -> None:
+    result = run_population_bench(config, console.print)
+    console.print(bench_table(result))
+    if config.json:
+        print(json.dumps(result))

@@ -1,0 +1,44 @@
+"""The `esper` command: a table of verbs. Each is a dataclass of options next to the function that runs it."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import tyro
+from rich.console import Console
+
+from esper.leyline import EsperError
+
+COMMANDS = {
+    "demo": ("esper.demo", "Demo", "run", "grow a small population, draw it and measure its speed"),
+    "bench population": ("esper.bench", "PopulationBench", "run", "compare a population with a loop over plain modules"),
+}
+"""verb -> (module, options, function, what it does); modules are imported when their verb is used."""
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  esper {verb:<{width}}  {row[3]}" for verb, row in COMMANDS.items()]
+    return "\n".join(["Esper grows neural networks while they train.", "", *lines, "", "Add --help to any of them."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    verb = next((v for v in sorted(COMMANDS, key=len, reverse=True) if words[: len(v.split())] == v.split()), None)
+    if verb is None:
+        print(usage(), file=sys.stdout if not words or words[0] in ("-h", "--help") else sys.stderr)
+        return 0 if not words or words[0] in ("-h", "--help") else 2
+    module, options, function, _ = COMMANDS[verb]
+    room = import_module(module)
+    try:
+        config = tyro.cli(getattr(room, options), args=words[len(verb.split()) :], prog=f"esper {verb}")
+        getattr(room, function)(config, console)
+    except EsperError as error:
+        print(f"esper {verb}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

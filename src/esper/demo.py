@@ -1,0 +1,104 @@
+"""`esper demo`: a population grows by random legal decisions; its life becomes a picture, its speed a table."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from esper.bench import PopulationBench, bench_table, run_population_bench
+from esper.kasmina import Host, Population
+from esper.leyline import ALPHA_TARGETS, Contribution, EsperError, Head, LifecycleOp, SeedStage
+from esper.picture import Frame, growth_svg
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Grow a small population on a toy task, draw it, and measure how fast populations train.
+
+    Example: esper demo --rows 24 --epochs 20
+    """
+
+    out: Path = Path("demo")
+    """Folder for growth.svg."""
+    rows: int = 24
+    """Hosts that grow."""
+    epochs: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.epochs) < 1:
+            raise EsperError("--rows and --epochs must be at least 1")
+
+
+def random_actions(population: Population, generator: torch.Generator) -> Tensor:
+    """One legal action per row, [N, heads]: uniform over allowed ops, then slots, then values; never a noop seed."""
+    life, spec = population.life, population.spec
+    every = torch.arange(life.rows)
+    allowed = life.verdicts()
+    op = torch.multinomial(allowed.any(1).float(), 1, generator=generator).squeeze(1)
+    slot = torch.multinomial(allowed[every, :, op].float(), 1, generator=generator).squeeze(1)
+    actions = torch.stack([torch.randint(spec.head_sizes[head], (life.rows,), generator=generator) for head in Head], 1)
+    actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
+    real = torch.tensor([float(name != "noop") for name in spec.blueprints]).repeat(life.rows, 1)
+    actions[:, Head.BLUEPRINT] = torch.multinomial(real, 1, generator=generator).squeeze(1)
+    retarget = op == LifecycleOp.SET_ALPHA_TARGET
+    actions[:, Head.STYLE] = torch.where(retarget, life.style[every, slot], actions[:, Head.STYLE])
+    other = torch.tensor(ALPHA_TARGETS) != life.alpha[every, slot, None]
+    target = torch.multinomial(other.float(), 1, generator=generator).squeeze(1)
+    actions[:, Head.ALPHA_TARGET] = torch.where(retarget, target, actions[:, Head.ALPHA_TARGET])
+    return actions
+
+
+def waves(batch: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A toy task for 40-sample sequences: which of ten chirps is hidden in the noise? x [B, N, 1, 40], y [B, N]."""
+    label = torch.randint(10, (batch, rows), generator=generator)
+    time = torch.linspace(0, 1, 40)
+    phase = torch.rand(batch, rows, 1, generator=generator)
+    chirp = torch.sin(2 * torch.pi * (phase + (1 + label[..., None] * 0.6) * time * (1 + time)))
+    return (chirp + 0.5 * torch.randn(chirp.shape, generator=generator)).unsqueeze(2), label
+
+
+def grow(config: Demo, steps: int = 8, batch: int = 32) -> tuple[Population, list[Frame], list[float]]:
+    """(population, one frame per epoch, mean loss per epoch) of a life under random legal decisions."""
+    generator = torch.Generator().manual_seed(config.seed)
+    population = Population(Host("conv1d"), config.rows, seed=config.seed)
+    frames, losses = [], []
+    for _ in range(config.epochs):
+        population.begin_epoch(random_actions(population, generator))
+        losses.append(float(torch.stack([population.train_step(*waves(batch, config.rows, generator))
+                                         for _ in range(steps)]).mean()))
+        life = population.life
+        frames.append(Frame(life.stage.clone(), life.blueprint.clone(), life.alpha.clone()))
+        population.end_epoch(_contributions(population, *waves(4 * batch, config.rows, generator)))
+    return population, frames, losses
+
+
+def _contributions(population: Population, x: Tensor, y: Tensor) -> Contribution:
+    """Accuracy with all seeds on, minus accuracy with one off: extra rows, live state untouched."""
+    rows, slots = population.life.alpha.shape
+    right = (population.forward(x).argmax(2) == y).float()
+    value, error = torch.zeros(rows, slots), torch.zeros(rows, slots)
+    for slot in range(slots):
+        alpha = population.life.alpha.clone()
+        alpha[:, slot] = 0
+        change = right - (population.forward(x, alpha=alpha).argmax(2) == y).float()
+        value[:, slot], error[:, slot] = change.mean(0), change.std(0) / len(x) ** 0.5
+    return Contribution(value, error, population.life.alpha > 0)
+
+
+def run(config: Demo, console: Console) -> None:
+    console.print(f"Growing {config.rows} conv1d hosts for {config.epochs} epochs by random legal decisions ...")
+    population, frames, losses = grow(config)
+    moves = population.life.drain_transitions()
+    kept, pruned = (sum(move.target is stage for move in moves) for stage in (SeedStage.FOSSILIZED, SeedStage.PRUNED))
+    born = int(population.life.germinations.sum())
+    config.out.mkdir(parents=True, exist_ok=True)
+    path = config.out / "growth.svg"
+    path.write_text(growth_svg(frames, population.spec.blueprints, f"{config.rows} growing hosts, {config.epochs} epochs"))
+    console.print(f"{born} seeds germinated, {kept} fossilized, {pruned} pruned; mean loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    console.print("Training 32 hosts with three seeds each, as a population and as a loop of modules ...")
+    result = run_population_bench(PopulationBench(rows=32, rounds=3, steps=10), lambda line: None)
+    console.print(bench_table(result))
+    console.print(f"Picture: {path}\nNext: esper bench population --help, or docs/architecture.md")

@@ -1,0 +1,174 @@
+"""How seeds join a host: ramps of alpha, and the three styles, for all rows of a slot at once.
+
+Legend: R rows of a pass, G rows of one blueprint group, B batch, C channels.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.lift import row_dim
+from esper.leyline import ALPHA_SPEEDS, TEMPOS, AlphaCurve, Style
+
+_STEEPNESS = {AlphaCurve.SIGMOID_GENTLE: 6.0, AlphaCurve.SIGMOID: 12.0, AlphaCurve.SIGMOID_SHARP: 24.0}
+
+
+def curve_value(curve: AlphaCurve, t: float) -> float:
+    """Progress of a ramp at time t in [0, 1]; 0 at 0 and 1 at 1."""
+    if curve is AlphaCurve.LINEAR:
+        return t
+    if curve is AlphaCurve.COSINE:
+        return (1 - math.cos(math.pi * t)) / 2
+    half = math.tanh(_STEEPNESS[curve] / 4)
+    return (math.tanh(_STEEPNESS[curve] * (t - 0.5) / 2) / half + 1) / 2
+
+
+LONGEST_RAMP = max(*TEMPOS, *ALPHA_SPEEDS)
+# A table, because a transcendental function may differ in its last bit between devices.
+CURVES = torch.tensor([[[curve_value(curve, min(k / max(length, 1), 1.0)) for k in range(LONGEST_RAMP + 1)]
+                        for length in range(LONGEST_RAMP + 1)] for curve in AlphaCurve])  # [curves, length, k]
+
+
+@dataclass
+class SlotRows:
+    """Which rows of a pass each group of seeds serves, and which of them are not plain sums."""
+
+    groups: list[Tensor]  # [G] each, distinct rows
+    products: Tensor  # rows whose style is MULTIPLY
+    gates: Tensor  # rows whose style is GATE
+    total: int
+
+    def __post_init__(self) -> None:
+        order = torch.cat(self.groups) if self.groups else self.products
+        self.covered = len(order) == self.total
+        # Position of each row among the concatenated groups; rows of no group read a row of zeros behind them.
+        self.inverse = torch.full((self.total,), len(order), device=order.device)
+        self.inverse[order] = torch.arange(len(order), device=order.device)
+
+    def gather(self, h: Tensor) -> tuple[Tensor, ...]:
+        return tuple(h.index_select(row_dim(h), rows) for rows in self.groups)
+
+    def scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """The groups' rows at their places, zeros elsewhere."""
+        dim = row_dim(parts[0])
+        shape = list(parts[0].shape)
+        shape[dim] = self.total
+        if parts[0].is_cuda:
+            out = parts[0].new_empty(shape) if self.covered else parts[0].new_zeros(shape)
+            for rows, part in zip(self.groups, parts, strict=True):
+                out.index_copy_(dim, rows, part)
+            return out
+        shape[dim] = 0 if self.covered else 1
+        return torch.cat([*parts, parts[0].new_zeros(shape)], dim).index_select(dim, self.inverse)  # index_copy_ is 3x slower
+
+
+class Gather(torch.autograd.Function):
+    """h -> one tensor per group of rows. Backward copies rows; `index_select` would add them, atomically on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, rows: SlotRows) -> tuple[Tensor, ...]:
+        ctx.rows = rows
+        return rows.gather(h)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.rows.scatter(grads), None
+
+
+class Blend(torch.autograd.Function):
+    """h + alpha * d(h, s) for the rows of every group; other rows pass through untouched.
+
+    d is s; h * tanh(s) in the rows `products`; and g * s in the rows `gates`, where the gate g in (0, 1) is one number
+    per row and sample, from h's channel means and `gate_weights` [g, C + 1]. `outputs` are the groups' s.
+    Written by hand because plain autograd would pass over h four more times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, alpha: Tensor, rows: SlotRows, gate_weights: Tensor, *outputs: Tensor) -> Tensor:
+        dim, products, gates = row_dim(h), rows.products, rows.gates
+        delta = rows.scatter(outputs)
+        factor = means = gate = gated = h.new_empty(0)
+        if len(products):
+            factor = delta.index_select(dim, products).tanh_()
+            delta.index_copy_(dim, products, factor * h.index_select(dim, products))
+        strength = _leading(alpha, h)
+        if len(gates):
+            means = _channel_means(h.index_select(dim, gates))
+            weight, bias = _leading(gate_weights[:, :-1], h), _leading(gate_weights[:, -1], h)
+            gate = torch.sigmoid((means * weight).sum(2) + bias)
+            strength = strength.expand(h.shape[:2]).index_copy(dim, gates, strength.index_select(dim, gates) * gate)
+            gated = delta.index_select(dim, gates)
+        ctx.rows = rows
+        ctx.save_for_backward(h, alpha, strength, factor, gate_weights, means, gate, gated)
+        return torch.addcmul(h, delta, _spread(strength, h))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        h, alpha, strength, factor, gate_weights, means, gate, gated = ctx.saved_tensors
+        dim, products, gates = row_dim(h), ctx.rows.products, ctx.rows.gates
+        through = grad * _spread(strength, h)
+        grad_h = grad.clone() if len(products) or len(gates) else grad
+        grad_gate = None
+        if len(products):
+            part = through.index_select(dim, products)
+            grad_h.index_copy_(dim, products, torch.addcmul(grad.index_select(dim, products), part, factor))
+            through.index_copy_(dim, products, part.mul_(h.index_select(dim, products)).mul_(1 - factor * factor))
+        if len(gates):
+            along = (grad.index_select(dim, gates) * gated).flatten(2).sum(2)
+            score = along * _leading(alpha, h).index_select(dim, gates) * gate * (1 - gate)  # d loss / d (means . w + b)
+            batch = 1 - dim
+            grad_gate = torch.cat([(score.unsqueeze(2) * means).sum(batch), score.sum(batch).unsqueeze(1)], 1)
+            per_channel = score.unsqueeze(2) * _leading(gate_weights[:, :-1], h) / math.prod(h.shape[3:])
+            part = grad_h.index_select(dim, gates).add_(per_channel.reshape(*per_channel.shape, *[1] * (h.dim() - 3)))
+            grad_h.index_copy_(dim, gates, part)
+        return (grad_h, None, None, grad_gate, *ctx.rows.gather(through))
+
+
+class StraightThrough(torch.autograd.Function):
+    """Returns h itself and sends its gradient to the ghost as well: no arithmetic touches h, so no NaN can."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, ghost: Tensor) -> Tensor:
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, grad
+
+
+def _leading(values: Tensor, h: Tensor) -> Tensor:
+    """[R] or [R, C] with the batch dimension of h put in: [R, 1, ...] for vectors, [1, R, ...] else."""
+    return values.unsqueeze(1 - row_dim(h))
+
+
+def _spread(strength: Tensor, h: Tensor) -> Tensor:
+    return strength.reshape(*strength.shape, *[1] * (h.dim() - 2))
+
+
+def _channel_means(h: Tensor) -> Tensor:
+    return h if h.dim() == 3 else h.flatten(3).mean(3)
+
+
+class Graft(nn.Module):
+    """One seed at one slot of a plain network."""
+
+    def __init__(self, seed: nn.Module, style: Style, alpha: float, channels: int) -> None:
+        super().__init__()
+        self.seed, self.style, self.alpha = seed, style, alpha
+        self.gate = nn.Linear(channels, 1) if style is Style.GATE else None
+
+    def delta(self, h: Tensor) -> Tensor:
+        s: Tensor = self.seed(h)
+        if self.style is Style.MULTIPLY:
+            return h * torch.tanh(s)
+        if self.gate is None:
+            return s
+        means = h.flatten(2).mean(2) if h.dim() > 2 else h
+        return torch.sigmoid(self.gate(means)).reshape(-1, *[1] * (h.dim() - 1)) * s
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.alpha * self.delta(h)

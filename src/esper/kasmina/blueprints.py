@@ -1,0 +1,233 @@
+"""Blueprints: the modules a seed can be. Each is a plain `nn.Module` that starts as the zero function.
+
+The last linear map of every built-in blueprint is zero at birth and sits behind the last norm: a zero map in front of
+a norm would be amplified by 1/sqrt(eps) on its first step. A norm right in front of a linear map has no weights of its
+own: the map would absorb them.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina.keys import uniform
+from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights, initial_range, lifted
+from esper.leyline import Cost, EsperError, SlotShape
+
+CONV_KINDS = ("conv1d", "cnn")
+HOST_KINDS = ("mlp", *CONV_KINDS)
+
+
+class SeedKind(IntEnum):
+    NOTHING = 0
+    NORM = 1
+    ATTENTION = 2
+    CONVOLUTION = 3
+    MIXER = 4
+    DENSE = 5
+    CUSTOM = 6
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """One row of the registry: how to build the module for a slot's shape, and what a controller may know of it."""
+
+    name: str
+    build: Callable[[SlotShape], nn.Module]
+    hosts: tuple[str, ...]
+    kind: SeedKind
+    reach: int = 1
+    """Taps along each extent that one output sees; 0 is all of it."""
+    draws_own_weights: bool = False
+    """Fresh rows come from the constructor (user modules) instead of the counter-based uniform draw."""
+
+    @functools.cache  # noqa: B019 - blueprints live as long as the registry
+    def prototype(self, shape: SlotShape) -> "Prototype":
+        return Prototype(self, shape)
+
+    def module(self, shape: SlotShape) -> nn.Module:
+        """A new plain module, with weights from PyTorch's global generator."""
+        return self.build(shape)
+
+
+class Prototype:
+    """A blueprint at one slot shape: template, layout, exact cost, descriptor, and the program for G copies."""
+
+    def __init__(self, blueprint: Blueprint, shape: SlotShape) -> None:
+        self.blueprint, self.shape = blueprint, shape
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.template = blueprint.build(shape).eval()
+        _refuse_unliftable(blueprint.name, self.template)
+        self.layout = Layout(self.template)
+        self.centre, self.radius = (None, None) if blueprint.draws_own_weights else initial_range(self.template)
+
+    def __call__(self, weights: Weights, x: Tensor) -> Tensor:
+        """Outputs of G seeds for x in lifted layout."""
+        return lifted(self.template, weights, x)
+
+    def fresh(self, keys: Tensor) -> Tensor:
+        """float32 [R, P]: newborn weights, a function of the keys [R] alone."""
+        if self.centre is not None and self.radius is not None:
+            draw = 2 * uniform(keys, self.layout.size) - 1
+            return self.centre.to(keys.device) + self.radius.to(keys.device) * draw
+        return torch.stack([self._constructed(int(key)) for key in keys.tolist()]).to(keys.device)
+
+    def _constructed(self, key: int) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key & (2**63 - 1))
+            return self.layout.flatten(self.blueprint.build(self.shape))
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            self.template(torch.zeros(1, self.shape.channels, *self.shape.extent))
+        return Cost(self.layout.size, counter.get_total_flops())
+
+    @functools.cached_property
+    def descriptor(self) -> tuple[float, ...]:
+        """Numbers a controller can read: kind as flags, log cost per channel, share of the extent that one output sees."""
+        flags = [float(self.blueprint.kind == kind) for kind in SeedKind]
+        extent = max(self.shape.extent, default=1)
+        reach = (self.blueprint.reach or extent) / extent
+        logs = [math.log1p(v / self.shape.channels) for v in (self.cost.params, self.cost.flops)]
+        return (*flags, *logs, min(reach, 1.0))
+
+
+def _refuse_unliftable(name: str, module: nn.Module) -> None:
+    if any(True for _ in module.buffers()):
+        raise EsperError(f"blueprint {name!r} keeps buffers (running statistics?); use layers without any")
+    if any(isinstance(child, nn.modules.dropout._DropoutNd) for child in module.modules()):
+        raise EsperError(f"blueprint {name!r} uses dropout, whose noise is not keyed; leave it out")
+    if len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.parameters())):
+        raise EsperError(f"blueprint {name!r} uses one parameter under two names; give each layer its own")
+
+
+def _zero(layer: nn.Conv1d | nn.Conv2d | nn.Linear | nn.GroupNorm | nn.LayerNorm) -> nn.Module:
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
+
+
+def _conv(shape: SlotShape, inputs: int, outputs: int, taps: int = 1, groups: int = 1) -> nn.Conv1d | nn.Conv2d:
+    conv = nn.Conv1d if len(shape.extent) == 1 else nn.Conv2d
+    return conv(inputs, outputs, taps, padding=taps // 2, groups=groups)
+
+
+def _conv_norm(shape: SlotShape) -> nn.Module:
+    return _zero(nn.GroupNorm(1, shape.channels))
+
+
+def _conv_attention(shape: SlotShape) -> nn.Module:
+    c, squeezed = shape.channels, max(2, shape.channels // 4)
+    pool = nn.AdaptiveAvgPool1d(1) if len(shape.extent) == 1 else nn.AdaptiveAvgPool2d(1)
+    return Modulate(nn.Sequential(pool, _conv(shape, c, squeezed), nn.SiLU(), _zero(_conv(shape, squeezed, c)), nn.Tanh()))
+
+
+def _depthwise(shape: SlotShape) -> nn.Module:
+    c = shape.channels
+    return nn.Sequential(nn.GroupNorm(1, c, affine=False), _conv(shape, c, c, 3, groups=c), nn.ReLU(), _zero(_conv(shape, c, c)))
+
+
+def _bottleneck(shape: SlotShape) -> nn.Module:
+    c, inner = shape.channels, max(4, shape.channels // 4)
+    return nn.Sequential(nn.GroupNorm(1, c, affine=False), _conv(shape, c, inner), nn.ReLU(), _conv(shape, inner, inner, 3), nn.ReLU(),
+                         _zero(_conv(shape, inner, c)))
+
+
+def _conv_small(shape: SlotShape) -> nn.Module:
+    return nn.Sequential(nn.GroupNorm(1, shape.channels), nn.ReLU(), _zero(_conv(shape, shape.channels, shape.channels)))
+
+
+def _conv_light(shape: SlotShape) -> nn.Module:
+    return nn.Sequential(nn.GroupNorm(1, shape.channels), nn.ReLU(), _zero(_conv(shape, shape.channels, shape.channels, 3)))
+
+
+def _conv_heavy(shape: SlotShape) -> nn.Module:
+    c = shape.channels
+    return nn.Sequential(nn.GroupNorm(1, c), nn.ReLU(), _conv(shape, c, c, 3), nn.GroupNorm(1, c), nn.ReLU(),
+                         _zero(_conv(shape, c, c, 3)))
+
+
+def _mixer(shape: SlotShape) -> nn.Module:
+    length, inner = shape.extent[0], max(4, shape.extent[0] // 2)
+    return nn.Sequential(nn.GroupNorm(1, shape.channels, affine=False), nn.Linear(length, inner), nn.ReLU(), _zero(nn.Linear(inner, length)))
+
+
+def _dense_norm(shape: SlotShape) -> nn.Module:
+    return _zero(nn.LayerNorm(shape.channels))
+
+
+def _low_rank(shape: SlotShape) -> nn.Module:
+    c, rank = shape.channels, max(2, shape.channels // 8)
+    return nn.Sequential(nn.LayerNorm(c, elementwise_affine=False), nn.Linear(c, rank, bias=False), _zero(nn.Linear(rank, c)))
+
+
+def _glu(shape: SlotShape) -> nn.Module:
+    c, inner = shape.channels, max(2, shape.channels // 2)
+    return nn.Sequential(nn.LayerNorm(c, elementwise_affine=False), nn.Linear(c, 2 * inner), nn.GLU(dim=1), _zero(nn.Linear(inner, c)))
+
+
+def _mlp(shape: SlotShape, inner: int) -> nn.Module:
+    c = shape.channels
+    return nn.Sequential(nn.LayerNorm(c, elementwise_affine=False), nn.Linear(c, inner), nn.ReLU(), _zero(nn.Linear(inner, c)))
+
+
+BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}
+"""(host kind, name) -> blueprint. The order of insertion is the order of the blueprint head."""
+
+
+def blueprints_for(kind: str) -> tuple[str, ...]:
+    return tuple(name for host, name in BLUEPRINTS if host == kind)
+
+
+def find_blueprint(kind: str, name: str) -> Blueprint:
+    if (kind, name) not in BLUEPRINTS:
+        raise EsperError(f"no blueprint {name!r} for {kind} hosts; there are {', '.join(blueprints_for(kind))}")
+    return BLUEPRINTS[kind, name]
+
+
+def _register(blueprint: Blueprint) -> Blueprint:
+    for host in blueprint.hosts:
+        if host not in HOST_KINDS:
+            raise EsperError(f"no host kind {host!r} for blueprint {blueprint.name!r}; choose from {', '.join(HOST_KINDS)}")
+        if (host, blueprint.name) in BLUEPRINTS:
+            raise EsperError(f"{host} hosts already have a blueprint {blueprint.name!r}; choose another name")
+        BLUEPRINTS[host, blueprint.name] = blueprint
+    return blueprint
+
+
+def register_blueprint(name: str, build: Callable[[int], nn.Module], hosts: tuple[str, ...], reach: int = 1) -> Blueprint:
+    """Add your own seed: `build(channels)` returns a plain module that keeps its input's shape.
+
+    It is wrapped in a per-channel scale that is zero at birth, so any module starts without disturbing its host, and it
+    is initialised by its own constructor.
+    """
+    def scaled(shape: SlotShape) -> nn.Module:
+        return Scaled(build(shape.channels), shape.channels)
+
+    return _register(Blueprint(name, scaled, hosts, SeedKind.CUSTOM, reach, draws_own_weights=True))
+
+
+for _row in (
+    Blueprint("noop", lambda shape: Nothing(), HOST_KINDS, SeedKind.NOTHING),
+    Blueprint("norm", _conv_norm, CONV_KINDS, SeedKind.NORM, reach=0),
+    Blueprint("attention", _conv_attention, CONV_KINDS, SeedKind.ATTENTION, reach=0),
+    Blueprint("depthwise", _depthwise, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
+    Blueprint("bottleneck", _bottleneck, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
+    Blueprint("conv_small", _conv_small, CONV_KINDS, SeedKind.CONVOLUTION),
+    Blueprint("conv_light", _conv_light, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
+    Blueprint("conv_heavy", _conv_heavy, CONV_KINDS, SeedKind.CONVOLUTION, reach=5),
+    Blueprint("mixer", _mixer, ("conv1d",), SeedKind.MIXER, reach=0),
+    Blueprint("norm", _dense_norm, ("mlp",), SeedKind.NORM, reach=0),
+    Blueprint("low_rank", _low_rank, ("mlp",), SeedKind.DENSE),
+    Blueprint("glu", _glu, ("mlp",), SeedKind.DENSE),
+    Blueprint("mlp_small", lambda shape: _mlp(shape, max(2, shape.channels // 2)), ("mlp",), SeedKind.DENSE),
+    Blueprint("mlp_heavy", lambda shape: _mlp(shape, 2 * shape.channels), ("mlp",), SeedKind.DENSE),
+):
+    _register(_row)

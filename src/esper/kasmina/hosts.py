@@ -1,0 +1,162 @@
+"""Hosts: small networks of stages with a slot after each. A host is one plain module, lifted to run as many."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.keys import uniform
+from esper.kasmina.lift import Layout, Weights, initial_range, lifted
+from esper.leyline import EsperError, SlotConfig, SlotShape
+
+
+@dataclass(frozen=True)
+class Impairments:
+    """Handicaps per row and stage, each [R, stages]. They are data: masks on weights, never another program."""
+
+    one_tap: Tensor
+    """bool: convolution kernels keep their centre tap only."""
+    width: Tensor
+    """Share of the stage's channels that live; the rest is dead for good."""
+    frozen: Tensor
+    """bool: the stage keeps its initial weights."""
+
+    @classmethod
+    def none(cls, rows: int, stages: int) -> "Impairments":
+        off = torch.zeros(rows, stages, dtype=torch.bool)
+        return cls(off, torch.ones(rows, stages), off.clone())
+
+
+def _mlp_stage(inputs: int, outputs: int, taps: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.LayerNorm(outputs), nn.ReLU())
+
+
+def _conv1d_stage(inputs: int, outputs: int, taps: int) -> nn.Module:
+    conv = nn.Conv1d(inputs, outputs, taps, padding=taps // 2, bias=False)
+    return nn.Sequential(conv, nn.GroupNorm(1, outputs), nn.ReLU(), nn.MaxPool1d(2))
+
+
+def _conv2d_stage(inputs: int, outputs: int, taps: int) -> nn.Module:
+    conv = nn.Conv2d(inputs, outputs, taps, padding=taps // 2, bias=False)
+    return nn.Sequential(conv, nn.GroupNorm(1, outputs), nn.ReLU(), nn.MaxPool2d(2))
+
+
+@dataclass(frozen=True)
+class _HostKind:
+    """One row of the table of host kinds."""
+
+    stage: Callable[[int, int, int], nn.Module]
+    pool: Callable[[], nn.Module]
+    """What brings the last stage's output to a vector."""
+    inputs: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+HOSTS: dict[str, _HostKind] = {
+    "mlp": _HostKind(_mlp_stage, nn.Identity, (40,), (32, 32, 32)),
+    "conv1d": _HostKind(_conv1d_stage, lambda: nn.AdaptiveAvgPool1d(1), (1, 40), (8, 16, 16)),
+    "cnn": _HostKind(_conv2d_stage, lambda: nn.AdaptiveAvgPool2d(1), (3, 32, 32), (8, 16, 32)),
+}
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host's architecture. `inputs` is one sample's shape: (features,) for `mlp`, (channels, *extent) for the others."""
+
+    kind: str
+    inputs: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    classes: int = 10
+    taps: int = 3
+
+    def __post_init__(self) -> None:
+        if self.kind not in HOSTS:
+            raise EsperError(f"no host kind {self.kind!r}; choose from {', '.join(HOSTS)}")
+        row = HOSTS[self.kind]
+        object.__setattr__(self, "inputs", tuple(self.inputs) or row.inputs)
+        object.__setattr__(self, "widths", tuple(self.widths) or row.widths)
+        if len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 2 or self.taps % 2 == 0:
+            raise EsperError(f"impossible {self.kind} host: inputs {self.inputs} (expected {len(row.inputs)} numbers), "
+                             f"widths {self.widths}, {self.classes} classes, {self.taps} taps (odd)")
+        if any(extent < 2 ** len(self.widths) for extent in self.inputs[1:]):
+            raise EsperError(f"{len(self.widths)} stages halve the extent {self.inputs[1:]} below one; use fewer stages")
+
+    @property
+    def stages(self) -> int:
+        return len(self.widths)
+
+    @functools.cached_property
+    def slots(self) -> SlotConfig:
+        shapes = [SlotShape(width, tuple(extent // 2 ** (i + 1) for extent in self.inputs[1:]))
+                  for i, width in enumerate(self.widths)]
+        return SlotConfig(tuple(f"after_stage_{i}" for i in range(self.stages)), tuple(shapes))
+
+    def module(self) -> nn.Module:
+        """The bare host as a plain module: `stages` (an `nn.ModuleList`) and `head`."""
+        row = HOSTS[self.kind]
+        sizes = (self.inputs[0], *self.widths)
+        net = nn.Module()
+        net.stages = nn.ModuleList(row.stage(a, b, self.taps) for a, b in zip(sizes, sizes[1:], strict=False))
+        net.head = nn.Sequential(row.pool(), nn.Flatten(), nn.Linear(sizes[-1], self.classes))
+        return net
+
+    @functools.cached_property
+    def template(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.module()
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return Layout(self.template)
+
+    @functools.cached_property
+    def _initial_range(self) -> tuple[Tensor, Tensor]:
+        return initial_range(self.template)
+
+    def fresh(self, keys: Tensor) -> Tensor:
+        """float32 [R, P]: initial weights, a function of the keys [R] alone."""
+        centre, radius = (t.to(keys.device) for t in self._initial_range)
+        return centre + radius * (2 * uniform(keys, self.layout.size) - 1)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Samples [B, N, *inputs] in lifted layout."""
+        return x.transpose(0, 1) if x.dim() == 3 else x
+
+    def stage(self, index: int, weights: Weights, h: Tensor) -> Tensor:
+        return lifted(self.template.stages[index], weights, h, f"stages.{index}.")  # type: ignore[index, arg-type]
+
+    def head(self, weights: Weights, h: Tensor) -> Tensor:
+        """Logits [N, B, classes]."""
+        return lifted(self.template.head, weights, h, "head.")  # type: ignore[arg-type]
+
+    def masks(self, impairments: Impairments) -> tuple[Tensor, Tensor]:
+        """(alive [R, P], trainable [R, P]) as 0/1 floats: weights that exist, and weights that may change."""
+        rows = len(impairments.frozen)
+        if self.kind == "mlp" and bool(impairments.one_tap.any()):
+            raise EsperError("mlp stages have no taps; use width or frozen impairments on mlp hosts")
+        if bool(((impairments.width <= 0) | (impairments.width > 1)).any()):
+            raise EsperError("the width of an impaired stage is a share in (0, 1]; a stage needs one live channel")
+        alive, trainable = [], []
+        for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
+            mask = torch.ones(rows, *shape)
+            free = torch.ones(rows, *shape)
+            if name.startswith("stages."):
+                stage = int(name.split(".")[1])
+                kept = torch.arange(shape[0]) < torch.ceil(impairments.width[:, stage, None] * shape[0])
+                mask *= kept.reshape(rows, -1, *[1] * (len(shape) - 1))
+                if len(shape) > 2:
+                    mask *= torch.where(impairments.one_tap[:, stage].reshape(-1, *[1] * len(shape)), _centre(shape), 1.0)
+                free *= (~impairments.frozen[:, stage]).reshape(-1, *[1] * len(shape))
+            alive.append(mask.flatten(1))
+            trainable.append((mask * free).flatten(1))
+        return torch.cat(alive, 1), torch.cat(trainable, 1)
+
+
+def _centre(shape: tuple[int, ...]) -> Tensor:
+    kernel = torch.zeros(shape[2:])
+    kernel.view(-1)[math.prod(shape[2:]) // 2] = 1.0
+    return kernel.expand(shape)

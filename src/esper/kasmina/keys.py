@@ -1,0 +1,33 @@
+"""Counter-based randomness: a 64-bit integer hash that gives the same numbers on every device, in any order of rows."""
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer; int64 products wrap on every device
+_FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_SECOND = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def _shift(value: Tensor, bits: int) -> Tensor:
+    """Logical right shift: the sign bit does not smear."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _scramble(value: Tensor) -> Tensor:
+    value = (value ^ _shift(value, 30)) * _FIRST
+    value = (value ^ _shift(value, 27)) * _SECOND
+    return value ^ _shift(value, 31)
+
+
+def mix(key: Tensor, *parts: Tensor | int) -> Tensor:
+    """A new int64 key from a key and further integers; every argument matters and so does their order."""
+    for part in parts:
+        key = _scramble(key + (torch.as_tensor(part, device=key.device) + 1) * _GOLDEN)
+    return key
+
+
+def uniform(keys: Tensor, count: int) -> Tensor:
+    """float32 [R, count] in [0, 1) with 24 random bits each, from int64 keys [R]."""
+    counter = torch.arange(count, device=keys.device)
+    bits = _shift(mix(keys[:, None], counter), 40)
+    return bits.to(torch.float32) * 2.0**-24

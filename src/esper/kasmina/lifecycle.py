@@ -1,0 +1,284 @@
+"""The lifecycle of every seed of a population, as tensors [N, S] moved by one transition table.
+
+Clock: `begin_epoch` checks and applies one action per row and steps every ramp, so that alpha in the k-th epoch of a
+ramp is curve(k / length) for training and evaluation alike; `end_epoch` makes the moves that time brings. The state is
+tiny and lives on the CPU: decisions never wait for the accelerator, and every device sees the same bits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.blending import CURVES
+from esper.leyline import (
+    ALPHA_SPEEDS,
+    ALPHA_TARGETS,
+    TEMPOS,
+    TRANSITIONS,
+    ActionSpec,
+    AlphaCurve,
+    Contribution,
+    EsperError,
+    GateConfig,
+    Head,
+    InvalidStateMachineError,
+    LifecycleOp,
+    SeedStage,
+    Style,
+    Transition,
+)
+
+FIELDS: dict[str, tuple[torch.dtype, int]] = {
+    "stage": (torch.int64, SeedStage.DORMANT),
+    "dwell": (torch.int64, 0),  # epochs completed in the stage
+    "blueprint": (torch.int64, -1),
+    "style": (torch.int64, Style.ADD),
+    "tempo": (torch.int64, 0),  # epochs of the first ramp
+    "target": (torch.float32, 0),  # where the ramp is going, and the alpha a preview uses
+    "alpha": (torch.float32, 0),
+    "ramp_from": (torch.float32, 0),
+    "ramp_length": (torch.int64, 0),
+    "ramp_at": (torch.int64, 0),
+    "curve": (torch.int64, AlphaCurve.LINEAR),
+    "fading": (torch.bool, False),  # on the way to PRUNED
+    "germinations": (torch.int64, 0),
+    "healthy": (torch.bool, False),  # gradients of the last epoch were measured and finite
+    "contribution": (torch.float32, 0),
+    "contribution_known": (torch.bool, False),
+}
+"""Every field of the state with its dtype and its value in an empty slot; `germinations` survives a prune."""
+
+_LEGAL = torch.tensor([[target in TRANSITIONS[source] for target in SeedStage] for source in SeedStage])
+_FLAT = {name: spec for name, spec in FIELDS.items() if name not in ("stage", "dwell", "germinations")}
+
+
+def expand_actions(spec: ActionSpec, actions: Tensor) -> Tensor:
+    """[N, len(spec.heads)] of a controller to the full [N, heads], absent heads at their defaults."""
+    if actions.shape[1:] != (len(spec.heads),):
+        raise EsperError(f"actions have shape {list(actions.shape)}; expected [N, {len(spec.heads)}] for heads "
+                         f"{', '.join(h.name.lower() for h in spec.heads)}")
+    full = torch.tensor([spec.defaults[head] for head in Head]).repeat(len(actions), 1)
+    for column, head in enumerate(spec.heads):
+        full[:, head] = torch.tensor(spec.ops)[actions[:, column]] if head is Head.OP else actions[:, column]
+    return full
+
+
+class Lifecycle:
+    """Stages, alphas, ramps and gates of N rows with S slots."""
+
+    stage: Tensor
+    dwell: Tensor
+    blueprint: Tensor
+    style: Tensor
+    tempo: Tensor
+    target: Tensor
+    alpha: Tensor
+    ramp_from: Tensor
+    ramp_length: Tensor
+    ramp_at: Tensor
+    curve: Tensor
+    fading: Tensor
+    germinations: Tensor
+    healthy: Tensor
+    contribution: Tensor
+    contribution_known: Tensor
+
+    def __init__(self, rows: int, spec: ActionSpec, gates: GateConfig) -> None:
+        self.rows, self.spec, self.gates = rows, spec, gates
+        self.epoch = 0
+        self._moves: list[Tensor] = []  # [k, 5] each: epoch, row, slot, source, target
+        for name, (dtype, value) in FIELDS.items():
+            setattr(self, name, torch.full((rows, spec.slots), value, dtype=dtype))
+
+    def fields(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, getattr(self, name)) for name in FIELDS)
+
+    def clear(self, rows: Tensor) -> None:
+        """Empty every slot of these rows, as at the start of an episode."""
+        for name, tensor in self.fields():
+            tensor[rows] = FIELDS[name][1]
+
+    def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
+        """Fill empty slots of these rows with seeds that already hold their alpha; each tensor [R, S], blueprint -1 is none."""
+        if bool((self.stage[rows] != SeedStage.DORMANT).any()):
+            raise InvalidStateMachineError("a topology can only be installed into rows whose slots are all DORMANT; reset them first")
+        planted = blueprint >= 0
+        values = {"stage": torch.where(planted, int(SeedStage.HOLDING), int(SeedStage.DORMANT)), "blueprint": blueprint,
+                  "style": torch.where(planted, style, 0), "alpha": torch.where(planted, alpha, 0.0),
+                  "target": torch.where(planted, alpha, 0.0), "germinations": planted}
+        for name, value in values.items():
+            getattr(self, name)[rows] = value.to(FIELDS[name][0])
+
+    def at(self, *stages: SeedStage) -> Tensor:
+        """bool [N, S]: slots in any of these stages."""
+        return torch.isin(self.stage, torch.tensor(stages))
+
+    @property
+    def incubating(self) -> Tensor:
+        return self.at(SeedStage.TRAINING)
+
+    @property
+    def planted(self) -> Tensor:
+        """bool [N, S]: slots that hold weights."""
+        return self.at(SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+
+    def drain_transitions(self) -> list[Transition]:
+        """Every move since the last call, in order."""
+        moves, self._moves = self._moves, []
+        return [Transition(epoch, row, slot, SeedStage(source), SeedStage(target))
+                for batch in moves for epoch, row, slot, source, target in batch.tolist()]
+
+    def verdicts(self) -> Tensor:
+        """bool [N, S, ops]: what each slot's gate allows now. Missing evidence denies. WAIT is always allowed."""
+        training, blending, holding = (self.at(s) for s in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING))
+        proven = self.contribution_known & (self.contribution >= self.gates.min_contribution)
+        allowed = {
+            LifecycleOp.WAIT: torch.ones_like(training),
+            LifecycleOp.GERMINATE: self.at(SeedStage.DORMANT),
+            LifecycleOp.SET_ALPHA_TARGET: blending | holding,
+            LifecycleOp.PRUNE: training | (blending & ~self.fading) | holding,
+            LifecycleOp.FOSSILIZE: holding & (self.dwell >= self.gates.min_holding) & proven,
+            LifecycleOp.ADVANCE: training & (self.dwell >= self.gates.min_training) & self.healthy,
+        }
+        return torch.stack([allowed[op] for op in LifecycleOp], dim=2)
+
+    def check(self, actions: Tensor) -> None:
+        """Raise for the first row whose action is malformed or denied; nothing has been written then."""
+        if actions.shape != (self.rows, len(Head)):
+            raise EsperError(f"actions have shape {list(actions.shape)}; expected [{self.rows}, {len(Head)}]")
+        sizes = torch.tensor([self.spec.head_sizes[head] for head in Head])
+        if bool(((actions < 0) | (actions >= sizes)).any()):
+            row, head = ((actions < 0) | (actions >= sizes)).nonzero()[0].tolist()
+            raise InvalidStateMachineError(f"row {row}: {Head(head).name.lower()} {int(actions[row, head])} is outside "
+                                           f"0..{int(sizes[head]) - 1}")
+        op, slot = actions[:, Head.OP], actions[:, Head.SLOT]
+        every = torch.arange(self.rows)
+        allowed = self.verdicts()[every, slot, op]
+        retarget = op == LifecycleOp.SET_ALPHA_TARGET
+        same = self.at(SeedStage.HOLDING)[every, slot] & (
+            torch.tensor(ALPHA_TARGETS)[actions[:, Head.ALPHA_TARGET]] == self.alpha[every, slot])
+        restyled = actions[:, Head.STYLE] != self.style[every, slot]
+        bad = ~allowed | (retarget & (same | restyled))
+        if bool(bad.any()):
+            self._refuse(int(bad.nonzero()[0]), actions, bool((allowed & retarget)[bad][0]))
+
+    def _refuse(self, row: int, actions: Tensor, about_target: bool) -> None:
+        op, slot = LifecycleOp(int(actions[row, Head.OP])), int(actions[row, Head.SLOT])
+        stage = SeedStage(int(self.stage[row, slot])).name
+        if about_target:
+            raise InvalidStateMachineError(f"row {row}, slot {slot}: SET_ALPHA_TARGET must keep the seed's style and name "
+                                           f"an alpha other than the one it holds ({float(self.alpha[row, slot]):.1f})")
+        raise InvalidStateMachineError(f"row {row}, slot {slot}: {op.name} is not allowed in {stage} after "
+                                       f"{int(self.dwell[row, slot])} epochs there; {_NEEDS[op].format(gates=self.gates)}")
+
+    def begin_epoch(self, actions: Tensor) -> None:
+        """Apply one full action [N, heads] per row, then step every ramp."""
+        self.check(actions)
+        ready = self.verdicts()[:, :, LifecycleOp.ADVANCE]
+        at_slot = actions[:, Head.SLOT, None] == torch.arange(self.spec.slots)
+        acted = {op: at_slot & (actions[:, Head.OP, None] == op) for op in LifecycleOp}
+        self._germinate(acted[LifecycleOp.GERMINATE], actions)
+        self._advance(acted[LifecycleOp.ADVANCE] | (ready & ~acted[LifecycleOp.PRUNE] & self.spec.auto_advance))
+        self._retarget(acted[LifecycleOp.SET_ALPHA_TARGET], actions)
+        self._prune(acted[LifecycleOp.PRUNE], actions)
+        self._move(acted[LifecycleOp.FOSSILIZE], SeedStage.FOSSILIZED)
+        self._step_ramps()
+
+    def _germinate(self, mask: Tensor, actions: Tensor) -> None:
+        self._move(mask, SeedStage.GERMINATED)
+        for name, values in (("blueprint", actions[:, Head.BLUEPRINT]), ("style", actions[:, Head.STYLE]),
+                             ("tempo", torch.tensor(TEMPOS)[actions[:, Head.TEMPO]]),
+                             ("target", torch.tensor(ALPHA_TARGETS)[actions[:, Head.ALPHA_TARGET]])):
+            self._write(name, mask, values)
+        self.germinations += mask
+        self._move(mask, SeedStage.TRAINING)
+
+    def _advance(self, mask: Tensor) -> None:
+        self._move(mask, SeedStage.BLENDING)
+        self._start_ramp(mask, self.target, self.tempo, torch.full_like(self.curve, AlphaCurve.LINEAR))
+
+    def _retarget(self, mask: Tensor, actions: Tensor) -> None:
+        self._move(mask & self.at(SeedStage.HOLDING), SeedStage.BLENDING)
+        self.fading &= ~mask
+        target = torch.tensor(ALPHA_TARGETS)[actions[:, Head.ALPHA_TARGET], None].expand_as(self.alpha)
+        self._start_ramp(mask, target, *self._tempo_of(actions))
+
+    def _prune(self, mask: Tensor, actions: Tensor) -> None:
+        length, curve = self._tempo_of(actions)
+        at_once = mask & ((actions[:, Head.ALPHA_SPEED, None] == ALPHA_SPEEDS.index(0)) | (self.alpha == 0))
+        slowly = mask & ~at_once
+        self._move(slowly & self.at(SeedStage.HOLDING), SeedStage.BLENDING)
+        self.fading |= slowly
+        self._start_ramp(slowly, torch.zeros_like(self.alpha), length, curve)
+        self._free(at_once)
+
+    def _tempo_of(self, actions: Tensor) -> tuple[Tensor, Tensor]:
+        length = torch.tensor(ALPHA_SPEEDS)[actions[:, Head.ALPHA_SPEED]].clamp(min=1)  # at once: within one epoch
+        return length[:, None].expand_as(self.stage), actions[:, Head.ALPHA_CURVE, None].expand_as(self.stage)
+
+    def _start_ramp(self, mask: Tensor, target: Tensor, length: Tensor, curve: Tensor) -> None:
+        for name, values in (("ramp_from", self.alpha), ("target", target), ("ramp_length", length), ("curve", curve),
+                             ("ramp_at", torch.zeros_like(self.ramp_at))):
+            setattr(self, name, torch.where(mask, values, getattr(self, name)))
+
+    def _step_ramps(self) -> None:
+        ramping = self.at(SeedStage.BLENDING)
+        self.ramp_at = torch.where(ramping, self.ramp_at + 1, self.ramp_at)
+        progress = CURVES[self.curve, self.ramp_length, self.ramp_at.clamp(max=CURVES.shape[2] - 1)]
+        moved = self.ramp_from + (self.target - self.ramp_from) * progress
+        arrived = self.ramp_at >= self.ramp_length
+        self.alpha = torch.where(ramping, torch.where(arrived, self.target, moved), self.alpha)
+
+    def end_epoch(self, contribution: Contribution | None = None) -> None:
+        """Record evidence, then the moves of time: ramps that arrived, and cool-downs. One move per slot and epoch."""
+        known = torch.zeros_like(self.fading) if contribution is None else contribution.known
+        self.contribution_known = known & self.planted
+        value = self.contribution if contribution is None else contribution.value.to(torch.float32)
+        self.contribution = torch.where(self.contribution_known, value, 0.0)
+        self.dwell += 1
+        arrived = self.at(SeedStage.BLENDING) & (self.ramp_at >= self.ramp_length)
+        faded, reached = arrived & self.fading, arrived & ~self.fading
+        pruned, resetting = self.at(SeedStage.PRUNED), self.at(SeedStage.RESETTING)
+        cooled = self.at(SeedStage.EMBARGOED) & (self.dwell >= self.gates.embargo)
+        self._free(faded)
+        self._move(reached, SeedStage.HOLDING)
+        self._move(pruned, SeedStage.EMBARGOED)
+        self._move(cooled, SeedStage.RESETTING)
+        self._move(resetting, SeedStage.DORMANT)
+        self.epoch += 1
+
+    def _free(self, mask: Tensor) -> None:
+        self._move(mask, SeedStage.PRUNED)
+        for name, (_, empty) in _FLAT.items():
+            self._write(name, mask, torch.tensor(empty))
+
+    def _write(self, name: str, mask: Tensor, values: Tensor) -> None:
+        old = getattr(self, name)
+        wide = values[:, None] if values.dim() == 1 else values
+        setattr(self, name, torch.where(mask, wide.to(old.dtype), old))
+
+    def _move(self, mask: Tensor, target: SeedStage) -> None:
+        """The one place where a stage changes."""
+        where = mask.nonzero()
+        if not len(where):
+            return
+        sources = self.stage[mask]
+        if not bool(_LEGAL[sources, target].all()):
+            raise InvalidStateMachineError(f"{SeedStage(int(sources[~_LEGAL[sources, target]][0])).name} -> {target.name} "
+                                           f"is not an edge of the lifecycle")
+        epoch, to = torch.full_like(sources, self.epoch), torch.full_like(sources, int(target))
+        self._moves.append(torch.stack([epoch, where[:, 0], where[:, 1], sources, to], 1))
+        self.stage = torch.where(mask, int(target), self.stage)
+        self.dwell = torch.where(mask, 0, self.dwell)
+
+
+_NEEDS = {
+    LifecycleOp.WAIT: "",
+    LifecycleOp.GERMINATE: "it needs a DORMANT slot",
+    LifecycleOp.SET_ALPHA_TARGET: "it needs a seed in BLENDING or HOLDING",
+    LifecycleOp.PRUNE: "it needs a seed in TRAINING, BLENDING (not already fading) or HOLDING",
+    LifecycleOp.FOSSILIZE: "it needs HOLDING for {gates.min_holding} epochs and a contribution measured in the last one, "
+                           "at least {gates.min_contribution}",
+    LifecycleOp.ADVANCE: "it needs TRAINING for {gates.min_training} epochs with finite gradients measured in the last one",
+}

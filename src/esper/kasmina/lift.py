@@ -1,0 +1,222 @@
+"""From one module to many: run G copies of a plain `nn.Module`, each with its own weights, as one program.
+
+Legend: G copies, B batch, C channels, P parameters of one copy.
+Vectors travel as [G, B, C], everything with an extent as [B, G, C, *extent] (copies folded into channels: convolutions
+become grouped, norms get G times the groups). So the rank tells the layout: 3 is a vector. `LIFTED` is the table of
+layers with such a form; any other module, or a layer used in a way its rule declines, runs through `torch.func.vmap`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Weights = dict[str, Tensor]  # name -> [G, *shape]
+
+
+class Nothing(nn.Module):
+    """The zero function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+class Modulate(nn.Module):
+    """x * net(x), the product broadcast over x's extent."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.net(x)
+
+
+class Scaled(nn.Module):
+    """Any module times a learned scale per channel that is zero at birth, so that it starts as the zero function."""
+
+    def __init__(self, body: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.body = body
+        self.scale = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out * self.scale.view(-1, *[1] * (out.dim() - 2))
+
+
+def row_dim(x: Tensor) -> int:
+    """Where the copies are: vectors are copy-major, the rest is batch-major."""
+    return 0 if x.dim() == 3 else 1
+
+
+def per_row(values: Tensor, x: Tensor) -> Tensor:
+    """Shape [G] or [G, C] so that it broadcasts against x."""
+    if x.dim() == 3:
+        return values.reshape(values.shape[0], 1, -1)
+    return values.reshape(1, values.shape[0], -1, *[1] * (x.dim() - 3))
+
+
+def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+        return NotImplemented
+    weight, bias = w[prefix + "weight"], w.get(prefix + "bias")
+    plain = layer.groups == 1 and set(layer.stride) == {1} and set(layer.dilation) == {1}
+    if x.is_cuda and plain and set(layer.kernel_size) == {1}:
+        return _pointwise(x, weight, bias)
+    if x.is_cuda and plain and x.dim() == 4 and layer.in_channels > 1:
+        return _conv1d_as_matmul(x, weight, bias, layer.padding[0])
+    conv = F.conv1d if x.dim() == 4 else F.conv2d
+    groups = x.shape[1] * layer.groups
+    flat_bias = None if bias is None else bias.flatten()
+    out = conv(x.flatten(1, 2), weight.flatten(0, 1), flat_bias, layer.stride, layer.padding, layer.dilation, groups)
+    return out.unflatten(1, (x.shape[1], -1))
+
+
+def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # cuDNN's grouped 1x1 kernels take 4-6 times as long as a batched matrix product.
+    out = torch.matmul(weight.flatten(2), x.flatten(3)).unflatten(3, x.shape[3:])
+    return out if bias is None else out + per_row(bias, x)
+
+
+def _conv1d_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
+    # cuDNN's grouped 1-d kernels are up to 10 times slower than gathering the taps and one batched matrix product.
+    taps = F.pad(x, (padding, padding)).unfold(3, weight.shape[-1], 1)  # [B, G, C, L, K]
+    batch, copies, _, length, _ = taps.shape
+    columns = taps.permute(1, 0, 3, 2, 4).reshape(copies, batch * length, -1)
+    out = torch.bmm(columns, weight.flatten(2).transpose(1, 2)) if bias is None else torch.baddbmm(
+        bias[:, None], columns, weight.flatten(2).transpose(1, 2))
+    return out.view(copies, batch, length, -1).permute(1, 0, 3, 2).contiguous()
+
+
+def _linear(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    """Acts on the last dimension, as `nn.Linear` does."""
+    weight, bias = w[prefix + "weight"].transpose(1, 2), w.get(prefix + "bias")
+    rows = x if x.dim() == 3 else x.transpose(0, 1).flatten(1, -2)
+    out = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias[:, None], rows, weight)
+    return out if x.dim() == 3 else out.unflatten(1, (x.shape[0], *x.shape[2:-1])).transpose(0, 1)
+
+
+def _group_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if x.dim() == 3:
+        return NotImplemented
+    affine = [w[prefix + name].flatten() for name in ("weight", "bias")] if layer.affine else [None, None]
+    return F.group_norm(x.flatten(1, 2), x.shape[1] * layer.num_groups, *affine, layer.eps).view(x.shape)
+
+
+def _layer_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if x.dim() != 3 or (layer.elementwise_affine and layer.bias is None):
+        return NotImplemented
+    normed = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    if not layer.elementwise_affine:
+        return normed
+    return torch.addcmul(per_row(w[prefix + "bias"], x), normed, per_row(w[prefix + "weight"], x))
+
+
+def _pool(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if x.dim() == 3:
+        return NotImplemented
+    out: Tensor = layer(x.flatten(1, 2))
+    return out.unflatten(1, (x.shape[1], -1))
+
+
+def _flatten(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if layer.start_dim != 1 or layer.end_dim != -1:
+        return NotImplemented
+    return x if x.dim() == 3 else x.flatten(2).transpose(0, 1)
+
+
+def _elementwise(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    out: Tensor = layer(x)
+    return out
+
+
+def _glu(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    return F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim)
+
+
+def _sequential(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    for name, child in layer._modules.items():
+        x = lifted(child, w, x, f"{prefix}{name}.")
+    return x
+
+
+def _modulate(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    return x * lifted(layer.net, w, x, prefix + "net.")
+
+
+def _scaled(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    return lifted(layer.body, w, x, prefix + "body.") * per_row(w[prefix + "scale"], x)
+
+
+LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
+    nn.Conv1d: _conv,
+    nn.Conv2d: _conv,
+    nn.Linear: _linear,
+    nn.GroupNorm: _group_norm,
+    nn.LayerNorm: _layer_norm,
+    nn.MaxPool1d: _pool,
+    nn.MaxPool2d: _pool,
+    nn.AdaptiveAvgPool1d: _pool,
+    nn.AdaptiveAvgPool2d: _pool,
+    nn.Flatten: _flatten,
+    nn.GLU: _glu,
+    nn.Sequential: _sequential,
+    Modulate: _modulate,
+    Scaled: _scaled,
+    **dict.fromkeys((nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, Nothing), _elementwise),
+}
+
+
+def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor:
+    """G copies of `module` on x, copy g with the weights w[name][g]."""
+    rule = LIFTED.get(type(module))
+    out = NotImplemented if rule is None else rule(module, w, prefix, x)
+    if out is not NotImplemented:
+        return out
+    own = {name: w[prefix + name] for name, _ in module.named_parameters()}
+    dim = row_dim(x)
+    call = torch.func.vmap(lambda params, rows: torch.func.functional_call(module, params, (rows,)), (0, dim), dim)
+    return call(own, x)
+
+
+class Layout:
+    """Where each parameter of a module lies in a flat row of length P, and how a fresh row is drawn."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = list(module.named_parameters())
+        self.names = [name for name, _ in named]
+        self.shapes = [tuple(p.shape) for _, p in named]
+        self.sizes = [p.numel() for _, p in named]
+        self.size = sum(self.sizes)
+
+    def split(self, flat: Tensor) -> tuple[Weights, Tensor]:
+        """(named views [G, *shape], what lies behind them [G, rest]) of flat rows [G, P + rest]."""
+        *parts, rest = flat.split([*self.sizes, flat.shape[1] - self.size], dim=1)
+        return {name: part.view(-1, *shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}, rest
+
+    def load(self, module: nn.Module, row: Tensor) -> None:
+        """Copy one flat row [P] into the module's parameters."""
+        with torch.no_grad():
+            for parameter, values in zip(module.parameters(), row.split(self.sizes), strict=True):
+                parameter.copy_(values.view_as(parameter))
+
+    def flatten(self, module: nn.Module) -> Tensor:
+        """[P]: the module's parameters in the order of this layout."""
+        return torch.cat([p.detach().flatten() for p in module.parameters()]) if self.sizes else torch.empty(0)
+
+
+def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """(centre [P], radius [P]) of PyTorch's own uniform initialisation; parameters set to a constant keep it."""
+    centres, radii = [], []
+    owners = dict(module.named_modules())
+    for name, parameter in module.named_parameters():
+        values = parameter.detach().flatten()
+        constant = bool((values == values[0]).all())
+        fan_in = owners[name.rpartition(".")[0]].weight[0].numel()  # type: ignore[index, union-attr, operator]
+        centres.append(values if constant else torch.zeros_like(values))
+        radii.append(torch.full_like(values, 0.0 if constant else 1 / math.sqrt(fan_in)))
+    return (torch.cat(centres), torch.cat(radii)) if centres else (torch.empty(0), torch.empty(0))

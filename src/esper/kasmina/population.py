@@ -1,0 +1,281 @@
+"""The population: N growing hosts as one tensor program, in which a structural change is a write into tensors.
+
+Legend: N rows (environments), S slots, B batch, P parameters.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from esper.kasmina.blending import Graft
+from esper.kasmina.blueprints import Prototype, blueprints_for, find_blueprint
+from esper.kasmina.hosts import Host, Impairments
+from esper.kasmina.keys import mix
+from esper.kasmina.lifecycle import Lifecycle, expand_actions
+from esper.kasmina.network import GrownNetwork
+from esper.kasmina.optim import OptimConfig
+from esper.kasmina.packing import Bank, Group, Pack, Pass
+from esper.kasmina.stepping import Stepper
+from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, StateFormatError, Style
+
+SCHEMA = 1
+INCUBATION = ("shadow", "straight_through")
+
+
+class Population:
+    """N hosts of one architecture that grow and train together.
+
+    An epoch is `begin_epoch(actions)`, some `train_step`s, any number of `forward`s, and `end_epoch`. Samples are
+    [B, N, *inputs], labels [B, N].
+    """
+
+    def __init__(self, host: Host, rows: int, *, spec: ActionSpec | None = None, gates: GateConfig | None = None,
+                 optim: OptimConfig | None = None, incubation: str = "shadow", dtype: torch.dtype = torch.float32,
+                 compute_dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0) -> None:
+        if rows < 1:
+            raise EsperError(f"a population of {rows} rows is impossible; use at least 1")
+        if incubation not in INCUBATION:
+            raise EsperError(f"no incubation {incubation!r}; choose from {', '.join(INCUBATION)}")
+        self.host, self.rows, self.incubation = host, rows, incubation
+        self.spec = spec or ActionSpec.full(len(host.slots), blueprints_for(host.kind))
+        self.optim = optim or OptimConfig()
+        self.device, self.dtype, self.compute_dtype = torch.device(device), dtype, compute_dtype or dtype
+        self.prototypes = [[find_blueprint(host.kind, name).prototype(shape) for name in self.spec.blueprints]
+                           for shape in host.slots.shapes]
+        self.life = Lifecycle(rows, self.spec, gates or GateConfig())
+        sizes = [host.layout.size, *(max(p.layout.size for p in row) + row[0].shape.channels + 1 for row in self.prototypes)]
+        self.banks = [Bank(rows, size, dtype, self.device) for size in sizes]
+        self.keys = torch.zeros(rows, dtype=torch.int64)
+        self.trainable = torch.ones(rows, host.layout.size, dtype=dtype, device=self.device)
+        self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
+        """[N, 1 + S]: learning rate of each row's host and slots; write into it between steps via `set_lr`."""
+        self.decay = torch.full_like(self.lr, self.optim.weight_decay)
+        self._pack: Pack | None = None
+        self._stepper: Stepper | None = None
+        self._live: Pass | None = None
+        self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
+
+    def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
+        """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers."""
+        self._flush()
+        alive, trainable = self.host.masks(impairments or Impairments.none(len(rows), self.host.stages))
+        self.keys[rows] = keys
+        self.life.clear(rows)
+        where = rows.to(self.device)
+        for bank in self.banks:
+            bank.write(where)
+        self.banks[0].write(where, self.host.fresh(keys.to(self.device)) * alive.to(self.device))
+        self.trainable[where] = trainable.to(self.trainable)
+
+    def begin_epoch(self, actions: Tensor) -> None:
+        """One action per row, [N, len(spec.heads)]. Raises before any row is written if any of them is not allowed."""
+        self._flush()
+        full = expand_actions(self.spec, actions.cpu())
+        before = self.life.planted
+        self.life.begin_epoch(full)
+        self.life.healthy = torch.zeros_like(self.life.healthy)
+        self._free(before & ~self.life.planted)
+        self._plant((full[:, Head.OP] == LifecycleOp.GERMINATE).nonzero().flatten(), full[:, Head.SLOT])
+
+    def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
+        """Give empty rows a whole topology at once: seeds in HOLDING, newborn weights. Each tensor [R, S], -1 is no seed."""
+        self._flush()
+        self.life.install(rows, blueprint, style, alpha)
+        for slot in range(len(self.prototypes)):
+            self._plant(rows[blueprint[:, slot] >= 0], torch.full((self.rows,), slot))
+
+    def _plant(self, rows: Tensor, slots: Tensor) -> None:
+        for slot, prototypes in enumerate(self.prototypes):
+            for number, prototype in enumerate(prototypes):
+                born = rows[(slots[rows] == slot) & (self.life.blueprint[rows, slot] == number)]
+                if len(born):
+                    keys = mix(self.keys[born], 1 + slot, self.life.germinations[born, slot])
+                    self.banks[1 + slot].write(born.to(self.device), prototype.fresh(keys.to(self.device)))
+
+    def _free(self, freed: Tensor) -> None:
+        for slot, bank in enumerate(self.banks[1:]):
+            rows = freed[:, slot].nonzero().flatten()
+            if len(rows):
+                bank.write(rows.to(self.device))
+
+    def train_step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One optimiser step of every host and seed on samples [B, N, *inputs], labels [B, N]; losses [N] before it."""
+        if self._stepper is None:
+            pack, life = self._packed(), self.life
+            ghosts = torch.where(life.incubating, life.target, 0.0) if self.incubation == "straight_through" else None
+            main = Pass(self.host, pack, life.style, life.alpha, dtype=self.compute_dtype, incubate=ghosts)
+            shadow = self._shadow_pass(pack) if self.incubation == "shadow" else None
+            self._stepper = Stepper(pack, main, shadow, self.optim, self.compute_dtype)
+        return self._stepper(x, y)
+
+    def _shadow_pass(self, pack: Pack) -> Pass | None:
+        """Rows in which one incubating seed each runs at its target alpha behind a stopped host."""
+        groups = [g for g in pack.groups if g.incubating]
+        if not groups:
+            return None
+        env = torch.cat([g.rows for g in groups])
+        slot = torch.cat([torch.full_like(g.rows, g.slot) for g in groups])
+        alpha = self.life.alpha[env]
+        alpha[torch.arange(len(env)), slot] = self.life.target[env, slot]
+        return Pass(self.host, pack, self.life.style, alpha, env, self.compute_dtype, shadow=True)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, rows: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
+        """Logits [B, R, classes] for samples [B, R, *inputs].
+
+        `rows` [R] names population rows (any, repeated or not; None is all N in order) and `alpha` [R, S] overrides
+        their alphas: 0 switches a seed off, a positive alpha previews an incubating one. Live state is not touched.
+        """
+        pack = self._packed()
+        if rows is None and alpha is None:
+            self._live = self._live or Pass(self.host, pack, self.life.style, self.life.alpha, dtype=self.compute_dtype)
+            chosen = self._live
+        else:
+            env = torch.arange(self.rows) if rows is None else rows.cpu()
+            alphas = self.life.alpha[env] if alpha is None else alpha.cpu().to(torch.float32)
+            chosen = Pass(self.host, pack, self.life.style, alphas, env, self.compute_dtype)
+        return chosen(pack.views(pack.theta.to(self.compute_dtype)), x.to(self.compute_dtype)).transpose(0, 1)
+
+    def end_epoch(self, contribution: Contribution | None = None) -> None:
+        """Record evidence and make the moves of time. Contributions not given are unknown."""
+        self._flush()
+        before = self.life.planted
+        self.life.end_epoch(contribution)
+        self._free(before & ~self.life.planted)
+
+    def set_lr(self, lr: Tensor) -> None:
+        """Learning rates [N, 1 + S]: the host's, then each slot's. Takes effect with the next step."""
+        self.lr.copy_(lr)
+        if self._pack is not None:
+            self._pack.set_lr(self.lr)
+
+    def costs(self) -> tuple[Tensor, Tensor]:
+        """(parameters, FLOPs per sample) of the seeds in each slot, [N, S] int64; empty slots cost nothing."""
+        gate = torch.tensor([shape.channels for shape in self.host.slots.shapes]) * self.life.planted * (self.life.style == Style.GATE)
+        table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in self.prototypes])
+        chosen = table[torch.arange(len(self.prototypes)), self.life.blueprint.clamp(min=0)] * self.life.planted[..., None]
+        return chosen[..., 0] + gate + (gate > 0), chosen[..., 1] + 2 * gate
+
+    def extract(self, row: int) -> nn.Module:
+        """The row's network as a plain module that computes the same function. Seeds without effect are left out."""
+        self._flush()
+        net = self.host.module().to(self.dtype)
+        self.host.layout.load(net, self.banks[0].weights[row])
+        grafts = nn.ModuleList(self.graft(row, slot) if self.life.alpha[row, slot] > 0 else nn.Identity()
+                               for slot in range(len(self.prototypes)))
+        return GrownNetwork(net.stages, grafts, net.head).to(self.device)  # type: ignore[arg-type]
+
+    def graft(self, row: int, slot: int) -> Graft:
+        """The seed of one slot as a plain module at its present alpha, incubating or not."""
+        self._flush()
+        if not self.life.planted[row, slot]:
+            raise EsperError(f"slot {slot} of row {row} holds no seed")
+        prototype = self.prototypes[slot][int(self.life.blueprint[row, slot])]
+        weights, size = self.banks[1 + slot].weights[row].cpu(), prototype.layout.size
+        graft = Graft(prototype.blueprint.build(prototype.shape), Style(int(self.life.style[row, slot])),
+                      float(self.life.alpha[row, slot]), prototype.shape.channels).to(self.dtype)
+        prototype.layout.load(graft.seed, weights[:size])
+        if graft.gate is not None:
+            with torch.no_grad():
+                graft.gate.weight.copy_(weights[None, size : size + prototype.shape.channels])
+                graft.gate.bias.copy_(weights[size + prototype.shape.channels])
+        return graft
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that belongs to rows, each tensor with N first."""
+        self._flush()
+        banks = {f"bank.{i}.{name}": t for i, bank in enumerate(self.banks) for name, t in bank.tensors().items()}
+        own = {"keys": self.keys, "trainable": self.trainable, "lr": self.lr, "decay": self.decay}
+        return banks | own | {f"life.{name}": t for name, t in self.life.fields()}
+
+    def snapshot(self, rows: Tensor) -> dict[str, Tensor]:
+        """A copy of all state of these rows."""
+        return {name: tensor[rows.to(tensor.device)].clone() for name, tensor in self.tensors().items()}
+
+    def restore(self, rows: Tensor, snapshot: dict[str, Tensor]) -> None:
+        """Put a snapshot into these rows (its own or others); every other row is untouched."""
+        for name, tensor in self.tensors().items():
+            tensor[rows.to(tensor.device)] = snapshot[name].to(tensor)
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole population to one safetensors file with a JSON header; the file appears whole or not at all."""
+        header = {"schema": SCHEMA, "rows": self.rows, "incubation": self.incubation, "epoch": self.life.epoch,
+                  "dtype": str(self.dtype), "compute_dtype": str(self.compute_dtype), "host": asdict(self.host),
+                  "spec": {"slots": self.spec.slots, "blueprints": self.spec.blueprints, "heads": self.spec.heads,
+                           "ops": self.spec.ops, "auto_advance": self.spec.auto_advance,
+                           "defaults": [self.spec.defaults[head] for head in Head]},
+                  "gates": asdict(self.life.gates), "optim": asdict(self.optim)}
+        temporary = Path(f"{path}.writing")
+        save_file({k: v.contiguous() for k, v in self.tensors().items()}, temporary, {"esper.population": json.dumps(header)})
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "Population":
+        header, tensors = _read(path)
+        spec = header["spec"]
+        population = cls(
+            Host(**{k: tuple(v) if isinstance(v, list) else v for k, v in header["host"].items()}), header["rows"],
+            spec=ActionSpec(spec["slots"], tuple(spec["blueprints"]), tuple(Head(h) for h in spec["heads"]),
+                            tuple(LifecycleOp(o) for o in spec["ops"]), spec["auto_advance"],
+                            dict(zip(Head, spec["defaults"], strict=True))),
+            gates=GateConfig(**header["gates"]), incubation=header["incubation"], device=device,
+            optim=OptimConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in header["optim"].items()}),
+            dtype=_DTYPES[header["dtype"]], compute_dtype=_DTYPES[header["compute_dtype"]])
+        expected = {name: t.shape for name, t in population.tensors().items()}
+        if expected != {name: t.shape for name, t in tensors.items()}:
+            raise StateFormatError(f"{path} does not fit its own header; was a blueprint changed since it was saved?")
+        population.restore(torch.arange(population.rows), tensors)
+        population.life.epoch = header["epoch"]
+        return population
+
+    def _packed(self) -> Pack:
+        if self._pack is None:
+            whole = bool((self.trainable == 1).all())
+            self._pack = Pack(self.banks, self._groups(), self.lr, self.decay, (self.optim.host_clip, self.optim.seed_clip),
+                              None if whole else self.trainable)
+        return self._pack
+
+    def _groups(self) -> list[Group]:
+        groups = []
+        incubating, planted = self.life.incubating, self.life.planted
+        for slot, prototypes in enumerate(self.prototypes):
+            for number, prototype in enumerate(prototypes):
+                mine = planted[:, slot] & (self.life.blueprint[:, slot] == number)
+                for young in (False, True):
+                    rows = (mine & (incubating[:, slot] == young)).nonzero().flatten()
+                    if len(rows) and prototype.layout.size:
+                        groups.append(Group(slot, prototype, rows, self.life.style[rows, slot], young))
+        return groups
+
+    def _flush(self) -> None:
+        """Write a trained pack back to the banks; whatever reads or writes banks comes after this."""
+        if self._pack is not None and self._pack.steps_taken:
+            self._pack.write_back()
+            seeds = self._pack.places > 0
+            self.life.healthy = self.life.planted  # a seed without parameters has nothing to go wrong
+            self.life.healthy[self._pack.rows[seeds], self._pack.places[seeds] - 1] = self._pack.finite.cpu()[seeds]
+        self._pack = self._stepper = self._live = None
+
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+
+
+def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, "pt") as file:
+            header = (file.metadata() or {}).get("esper.population")
+            if header is None:
+                raise StateFormatError(f"{path} is a safetensors file, but no population saved by Esper")
+            parsed: dict[str, Any] = json.loads(header)
+            if parsed["schema"] != SCHEMA:
+                raise StateFormatError(f"{path} has schema {parsed['schema']}; this version of Esper reads schema {SCHEMA}")
+            return parsed, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, FileNotFoundError) as error:
+        raise StateFormatError(f"cannot read a population from {path}: {error}") from error

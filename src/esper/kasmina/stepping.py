@@ -1,0 +1,78 @@
+"""One training step of a pack: forward, gradient, clip, update. On CUDA it becomes a graph that is replayed."""
+
+import torch
+from torch import Tensor
+
+from esper.kasmina.optim import OptimConfig, update
+from esper.kasmina.packing import Pack, Pass
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of each row, [R], from logits [R, B, classes] and labels [B, R]."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    chosen = wide.gather(2, labels.t().unsqueeze(2)).squeeze(2)
+    return (wide.logsumexp(2) - chosen).mean(1)
+
+
+class Stepper:
+    """Trains a pack in place. Its wiring is fixed, so on CUDA the second step is captured and later ones replayed."""
+
+    def __init__(self, pack: Pack, main: Pass, shadow: Pass | None, optim: OptimConfig, dtype: torch.dtype) -> None:
+        self.pack, self.main, self.shadow, self.optim, self.dtype = pack, main, shadow, optim, dtype
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, Tensor] | None = None
+        self._losses: Tensor | None = None
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        self.pack.steps_taken += 1
+        if not x.is_cuda:
+            return self._step(x.to(self.dtype), y)
+        return self._step_on_cuda(x, y)
+
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
+        pack = self.pack
+        theta = pack.theta.detach().requires_grad_()
+        flats = pack.views(theta.to(self.dtype))
+        losses = row_losses(self.main(flats, x), y)
+        total = losses.sum()
+        if self.shadow is not None and self.shadow.env is not None:
+            env = self.shadow.env
+            total = total + row_losses(self.shadow(flats, x.index_select(1, env)), y.index_select(1, env)).sum()
+        (grad,) = torch.autograd.grad(total, theta)
+        pack.finite &= update(self.optim, pack.segments, grad).isfinite()
+        return losses.detach()
+
+    def _step_on_cuda(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._inputs is None or self._inputs[0].shape != x.shape:
+            self._inputs, self._graph = (x.to(self.dtype, copy=True), y.clone()), None
+            return self._warm_up()
+        self._inputs[0].copy_(x)
+        self._inputs[1].copy_(y)
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, pool=_graph_pool()):
+                self._losses = self._step(*self._inputs)
+        self._graph.replay()
+        assert self._losses is not None
+        return self._losses.clone()
+
+    def _warm_up(self) -> Tensor:
+        """The first step runs eagerly on a side stream, as capture wants it; it counts like any other."""
+        assert self._inputs is not None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            losses = self._step(*self._inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        return losses
+
+
+_pool: tuple[int, int] | None = None
+
+
+def _graph_pool() -> tuple[int, int]:
+    """One memory pool for all graphs: only the latest is alive, so memory does not grow with epochs."""
+    global _pool
+    if _pool is None:
+        _pool = torch.cuda.graph_pool_handle()
+    return _pool

@@ -1,0 +1,144 @@
+"""The factored action: operations, heads, which head matters for which operation, and the values behind head indices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from esper.leyline.errors import EsperError
+
+
+class LifecycleOp(IntEnum):
+    WAIT = 0
+    GERMINATE = 1
+    SET_ALPHA_TARGET = 2
+    PRUNE = 3
+    FOSSILIZE = 4
+    ADVANCE = 5
+
+
+class Head(IntEnum):
+    OP = 0
+    SLOT = 1
+    BLUEPRINT = 2
+    STYLE = 3
+    TEMPO = 4
+    ALPHA_TARGET = 5
+    ALPHA_SPEED = 6
+    ALPHA_CURVE = 7
+
+
+class Style(IntEnum):
+    """How a seed's output s joins the host's h; all are h itself while s is zero."""
+
+    ADD = 0
+    """h + alpha * s"""
+    MULTIPLY = 1
+    """h * (1 + alpha * tanh s)"""
+    GATE = 2
+    """h + alpha * g(h) * s with a learned g in (0, 1)"""
+
+
+class AlphaCurve(IntEnum):
+    LINEAR = 0
+    COSINE = 1
+    SIGMOID_GENTLE = 2
+    SIGMOID = 3
+    SIGMOID_SHARP = 4
+
+
+TEMPOS = (3, 5, 8)
+"""Epochs of a seed's first ramp, by index of Head.TEMPO."""
+ALPHA_TARGETS = (0.5, 0.7, 1.0)
+ALPHA_SPEEDS = (0, 3, 5, 8)
+"""Epochs of a later ramp; 0 is at once."""
+
+_RELEVANT: Mapping[LifecycleOp, frozenset[Head]] = {
+    LifecycleOp.WAIT: frozenset(),
+    LifecycleOp.GERMINATE: frozenset({Head.SLOT, Head.BLUEPRINT, Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET}),
+    LifecycleOp.SET_ALPHA_TARGET: frozenset({Head.SLOT, Head.STYLE, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE}),
+    LifecycleOp.PRUNE: frozenset({Head.SLOT, Head.ALPHA_SPEED, Head.ALPHA_CURVE}),
+    LifecycleOp.FOSSILIZE: frozenset({Head.SLOT}),
+    LifecycleOp.ADVANCE: frozenset({Head.SLOT}),
+}
+
+
+def relevance_table(
+    rows: Mapping[LifecycleOp, frozenset[Head]],
+    ops: Sequence[LifecycleOp] = tuple(LifecycleOp),
+    heads: Sequence[Head] = tuple(Head),
+) -> npt.NDArray[np.bool_]:
+    """bool [ops, heads]; the op head is relevant to every op. Refuses an op or a head that nothing speaks of."""
+    if set(rows) != set(ops):
+        raise TypeError(f"relevance rows {sorted(rows)} do not match the ops {sorted(ops)}; give each op its row")
+    unused = set(heads) - {Head.OP} - frozenset().union(*rows.values())
+    if unused:
+        raise TypeError(f"no op uses the heads {sorted(h.name for h in unused)}; add them to a relevance row")
+    table = np.array([[h is Head.OP or h in rows[op] for h in heads] for op in ops])
+    table.flags.writeable = False
+    return table
+
+
+RELEVANCE = relevance_table(_RELEVANT)
+"""RELEVANCE[op, head]: does this head's choice have any effect under this op?"""
+
+_DEFAULTS: Mapping[Head, int] = MappingProxyType({
+    Head.OP: LifecycleOp.WAIT,
+    Head.SLOT: 0,
+    Head.BLUEPRINT: 0,
+    Head.STYLE: Style.ADD,
+    Head.TEMPO: TEMPOS.index(3),
+    Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0),
+    Head.ALPHA_SPEED: ALPHA_SPEEDS.index(0),
+    Head.ALPHA_CURVE: AlphaCurve.LINEAR,
+})
+
+
+@dataclass(frozen=True)
+class ActionSpec:
+    """Which heads and ops a controller chooses from; absent heads take `defaults`."""
+
+    slots: int
+    blueprints: tuple[str, ...]
+    heads: tuple[Head, ...] = tuple(Head)
+    ops: tuple[LifecycleOp, ...] = tuple(LifecycleOp)
+    auto_advance: bool = False
+    """Move TRAINING seeds to BLENDING as soon as their gate passes, without an ADVANCE."""
+    defaults: Mapping[Head, int] = field(default_factory=lambda: _DEFAULTS)
+
+    def __post_init__(self) -> None:
+        if Head.OP not in self.heads or LifecycleOp.WAIT not in self.ops:
+            raise EsperError("an ActionSpec needs the op head and the WAIT op; add them to heads and ops")
+        if LifecycleOp.ADVANCE not in self.ops and not self.auto_advance:
+            raise EsperError("without the ADVANCE op no seed could ever blend; add it to ops or set auto_advance")
+
+    @classmethod
+    def full(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
+        return cls(slots, tuple(blueprints))
+
+    @classmethod
+    def compact(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
+        ops = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)
+        return cls(slots, tuple(blueprints), (Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE), ops, auto_advance=True)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of choices of each head, in the order of `heads`."""
+        return tuple(len(self.ops) if head is Head.OP else self.head_sizes[head] for head in self.heads)
+
+    @property
+    def head_sizes(self) -> Mapping[Head, int]:
+        """Number of choices of every head of the full action, chosen by this spec or not."""
+        return {
+            Head.OP: len(LifecycleOp),
+            Head.SLOT: self.slots,
+            Head.BLUEPRINT: len(self.blueprints),
+            Head.STYLE: len(Style),
+            Head.TEMPO: len(TEMPOS),
+            Head.ALPHA_TARGET: len(ALPHA_TARGETS),
+            Head.ALPHA_SPEED: len(ALPHA_SPEEDS),
+            Head.ALPHA_CURVE: len(AlphaCurve),
+        }

@@ -1,0 +1,66 @@
+"""Facts that rooms hand to each other: slots, costs, evidence, moves."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from esper.leyline.errors import EsperError
+from esper.leyline.stages import SeedStage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """What a seed sees: channels, and the extents behind them (empty for vectors)."""
+
+    channels: int
+    extent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlotConfig:
+    """The slots of a host in network order: the order in which data meets them."""
+
+    names: tuple[str, ...]
+    shapes: tuple[SlotShape, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shapes) or len(set(self.names)) != len(self.names) or not self.names:
+            raise EsperError("a SlotConfig needs one distinct name and one shape per slot, in network order")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def index(self, name: str) -> int:
+        if name not in self.names:
+            raise EsperError(f"no slot {name!r}; this host has {', '.join(self.names)}")
+        return self.names.index(name)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a module costs: trainable parameters, and FLOPs of matrix products and convolutions per sample forward."""
+
+    params: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """Leave-one-out effect of each seed, paired on the same data. Unknown is a mask bit, never a number."""
+
+    value: "Tensor"  # [N, S]
+    standard_error: "Tensor"  # [N, S]
+    known: "Tensor"  # [N, S] bool
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One seed's move between two stages."""
+
+    epoch: int
+    row: int
+    slot: int
+    source: SeedStage
+    target: SeedStage
