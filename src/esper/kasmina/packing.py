@@ -175,7 +175,7 @@ class Pass:
                 continue
             pick = index_of[mine]
             whole = len(pick) == len(group.rows) and bool((pick == torch.arange(len(pick))).all())
-            live = whole and (group.incubating or not self.shadow)
+            live = group.incubating or not self.shadow
             gated = (style[rows[mine], slot] == Style.GATE).nonzero().flatten()
             uses.append(Use(number, group.prototype, mine, None if whole else pick, live, gated))
         return SlotWiring(uses, alpha[:, slot], style[rows, slot], self.pack.device, dtype)

@@ -1,0 +1,103 @@
+"""The oracle: growing hosts as plain modules in a Python loop, with `torch.optim` and `clip_grad_norm_` per host and seed."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.kasmina import Population
+from esper.kasmina.blending import Graft
+from esper.leyline import Contribution
+
+
+def small_hosts() -> dict[str, dict[str, tuple[int, ...]]]:
+    """Arguments of hosts that are quick in float64."""
+    return {
+        "mlp": {"inputs": (12,), "widths": (8, 8, 8)},
+        "conv1d": {"inputs": (2, 16), "widths": (4, 8, 8)},
+        "cnn": {"inputs": (3, 8, 8), "widths": (4, 8, 8)},
+    }
+
+
+def batch(population: Population, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(size, population.rows, *population.host.inputs, generator=generator, dtype=torch.float64)
+    y = torch.randint(population.host.classes, (size, population.rows), generator=generator)
+    return x.to(population.device, population.dtype), y.to(population.device)
+
+
+def known_contributions(population: Population) -> Contribution:
+    alpha = population.life.alpha
+    return Contribution(torch.zeros_like(alpha), torch.zeros_like(alpha), torch.ones_like(alpha, dtype=torch.bool))
+
+
+class PlainHost:
+    """Row `row` of a population, trained on its own. Call `follow` after each `begin_epoch`."""
+
+    def __init__(self, population: Population, row: int) -> None:
+        self.population, self.row = population, row
+        net = population.extract(row)
+        self.stages, self.head = net.stages, net.head
+        self.seeds: dict[int, Graft] = {}
+        self.born: dict[int, int] = {}
+        self.optims: dict[int, torch.optim.Optimizer] = {-1: self._optim([*self.stages.parameters(), *self.head.parameters()])}
+
+    def _optim(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        c = self.population.optim
+        if c.kind == "sgd":
+            return torch.optim.SGD(parameters, c.lr, c.momentum, weight_decay=c.weight_decay)
+        return torch.optim.AdamW(parameters, c.lr, c.betas, c.eps, c.weight_decay)
+
+    def follow(self) -> None:
+        """Take over births, deaths and alphas; weights are copied at birth only."""
+        life = self.population.life
+        for slot in range(life.stage.shape[1]):
+            birth = int(life.germinations[self.row, slot])
+            if not life.planted[self.row, slot]:
+                self.seeds.pop(slot, None)
+            elif slot not in self.seeds or self.born[slot] != birth:
+                self.seeds[slot] = self.population.graft(self.row, slot).to(self.population.device)
+                self.born[slot] = birth
+                self.optims[slot] = self._optim(list(self.seeds[slot].parameters()) or [nn.Parameter(torch.zeros(1))])
+            if slot in self.seeds:
+                self.seeds[slot].alpha = float(life.alpha[self.row, slot])
+
+    def logits(self, x: Tensor, probe: int | None = None, ghosts: bool = False) -> Tensor:
+        life = self.population.life
+        for slot, stage in enumerate(self.stages):
+            x = stage(x)
+            seed = self.seeds.get(slot)
+            if seed is None:
+                continue
+            if life.incubating[self.row, slot]:
+                target = float(life.target[self.row, slot])
+                if slot == probe:
+                    x = x + target * seed.delta(x)
+                elif ghosts:
+                    ghost = target * seed.delta(x.detach())
+                    x = x + (ghost - ghost.detach())
+            elif seed.alpha > 0:
+                x = seed(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def step(self, x: Tensor, y: Tensor) -> float:
+        for optim in self.optims.values():
+            optim.zero_grad()
+        shadow = self.population.incubation == "shadow"
+        loss = F.cross_entropy(self.logits(x, ghosts=not shadow), y)
+        loss.backward()
+        if shadow:
+            for slot, seed in self.seeds.items():
+                own = list(seed.parameters())
+                if self.population.life.incubating[self.row, slot] and own:
+                    grads = torch.autograd.grad(F.cross_entropy(self.logits(x, probe=slot), y), own, allow_unused=True)
+                    for parameter, grad in zip(own, grads, strict=True):
+                        parameter.grad = grad
+        config = self.population.optim
+        self._update([*self.stages.parameters(), *self.head.parameters()], -1, config.host_clip)
+        for slot, seed in self.seeds.items():
+            self._update(list(seed.parameters()), slot, config.seed_clip)
+        return float(loss.detach())
+
+    def _update(self, parameters: list[nn.Parameter], place: int, clip: float) -> None:
+        nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], clip)
+        self.optims[place].step()

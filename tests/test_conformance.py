@@ -1,0 +1,180 @@
+"""One suite for every blueprint x style x host kind, and for a blueprint a user brings."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina import BLUEPRINTS, HOSTS, Host, Population, blueprints_for, find_blueprint, register_blueprint
+from esper.kasmina.blending import Graft
+from esper.leyline import EsperError, SlotShape, Style
+from tests.reference import small_hosts
+
+
+class Squash(nn.Module):
+    """A module the lifting table does not know: runs through vmap."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.linspace(0.5, 1.5, channels))
+        self.mix = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        mixed = self.mix(x.movedim(1, -1)).movedim(-1, 1)
+        return torch.atan(x * self.slope.view(shape)) + 0.1 * mixed.sin()
+
+
+@pytest.fixture(autouse=True)
+def user_blueprint() -> Iterator[None]:
+    register_blueprint("squash", Squash, tuple(HOSTS))
+    yield
+    for kind in HOSTS:
+        del BLUEPRINTS[kind, "squash"]
+
+
+EVERY = [(kind, name, style) for kind in HOSTS for name in (*blueprints_for(kind), "squash") for style in Style]
+
+
+def shapes(kind: str) -> tuple[SlotShape, ...]:
+    return Host(kind).slots.shapes
+
+
+def newborn(kind: str, name: str, style: Style, shape: SlotShape) -> Graft:
+    prototype = find_blueprint(kind, name).prototype(shape)
+    graft = Graft(prototype.blueprint.build(shape), style, 1.0, shape.channels)
+    prototype.layout.load(graft.seed, prototype.fresh(torch.tensor([7]))[0])
+    if graft.gate is not None:
+        nn.init.zeros_(graft.gate.weight)
+        nn.init.zeros_(graft.gate.bias)
+    return graft
+
+
+@pytest.mark.parametrize(("kind", "name", "style"), EVERY)
+def test_birth_and_first_steps(kind: str, name: str, style: Style) -> None:
+    for shape in shapes(kind):
+        generator = torch.Generator().manual_seed(0)
+        graft = newborn(kind, name, style, shape)
+        h, goal = (torch.randn(64, shape.channels, *shape.extent, generator=generator) for _ in range(2))
+        torch.testing.assert_close(graft(h), h, rtol=0, atol=1e-6)
+        parameters = dict(graft.named_parameters())
+        if not parameters or name == "noop":
+            continue
+        optim = torch.optim.SGD(parameters.values(), 0.01)
+        norms = {n: 0.0 for n in parameters}
+        for step in range(3):
+            optim.zero_grad()
+            (graft(h) - goal).square().mean().backward()
+            norms = {n: max(norms[n], float(p.grad.norm())) for n, p in parameters.items()}
+            nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+            optim.step()
+            if step == 0:
+                assert float((graft(h) - h).detach().norm() / h.norm()) < 0.05
+        assert min(norms.values()) > 1e-6 * max(norms.values()), norms
+
+
+def crowd(kind: str) -> Population:
+    """A float64 population that holds every blueprint in every style, three to a host."""
+    names = (*blueprints_for(kind),)
+    combos = [(b, s) for b in range(len(names)) for s in Style]
+    rows = -(-len(combos) // 3)
+    flat = (combos * 2)[: rows * 3]
+    population = Population(Host(kind, **small_hosts()[kind]), rows, dtype=torch.float64)
+    blueprint, style = (torch.tensor([c[i] for c in flat]).view(rows, 3) for i in (0, 1))
+    population.install(torch.arange(rows), blueprint, style, torch.ones(rows, 3))
+    return population
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_population_of_newborns_is_its_bare_hosts(kind: str) -> None:
+    population = crowd(kind)
+    x = torch.randn(8, population.rows, *population.host.inputs, dtype=torch.float64)
+    bare = population.forward(x, alpha=torch.zeros(population.rows, 3))
+    torch.testing.assert_close(population.forward(x), bare, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_declared_costs_are_the_counted_ones(kind: str) -> None:
+    population = crowd(kind)
+    params, flops = population.costs()
+    for row in range(population.rows):
+        net = population.extract(row)
+        for slot, shape in enumerate(population.host.slots.shapes):
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                net.grafts[slot](torch.zeros(1, shape.channels, *shape.extent, dtype=torch.float64))
+            assert int(params[row, slot]) == sum(p.numel() for p in net.grafts[slot].parameters())
+            assert int(flops[row, slot]) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("kind", "width"), [(kind, width) for kind in HOSTS for width in (3, 8, 20)])
+def test_lifted_seeds_do_the_declared_work(kind: str, width: int) -> None:
+    """The program for G copies spends G times the declared FLOPs and gives each copy its own module's output."""
+    shape = SlotShape(width, tuple(8 for _ in shapes(kind)[0].extent))
+    for name in (*blueprints_for(kind),):
+        prototype = find_blueprint(kind, name).prototype(shape)
+        flat = prototype.fresh(torch.arange(4))
+        flat += 0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(1))
+        weights, _ = prototype.layout.split(flat)
+        x = torch.randn(4, 2, width) if kind == "mlp" else torch.randn(2, 4, width, *shape.extent)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            out = prototype(weights, x)
+        assert counter.get_total_flops() == 2 * 4 * prototype.cost.flops, name
+        for copy in range(4):
+            module = prototype.blueprint.build(shape)
+            prototype.layout.load(module, flat[copy])
+            mine, rows = (out[copy], x[copy]) if kind == "mlp" else (out[:, copy], x[:, copy])
+            torch.testing.assert_close(mine, module(rows).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_descriptors_tell_blueprints_apart(kind: str) -> None:
+    rows = [find_blueprint(kind, name).prototype(shapes(kind)[0]).descriptor for name in blueprints_for(kind)]
+    assert len({len(row) for row in rows}) == 1
+    assert len(set(rows)) == len(rows)
+    assert all(0 <= value < 12 for row in rows for value in row)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_export_with_dynamic_batch(kind: str) -> None:
+    population = crowd(kind)
+    for row in range(population.rows):
+        net = population.extract(row).float().eval()
+        x = torch.randn(4, *population.host.inputs)
+        exported = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)).module()
+        for size in (1, 7):
+            x = torch.randn(size, *population.host.inputs)
+            torch.testing.assert_close(exported(x), net(x), rtol=0, atol=1e-6)
+
+
+def test_user_module_is_born_from_its_own_constructor() -> None:
+    population = Population(Host("conv1d"), 3)
+    number = population.spec.blueprints.index("squash")
+    population.install(torch.arange(3), torch.full((3, 3), number), torch.zeros(3, 3), torch.ones(3, 3))
+    seed = population.graft(1, 0).seed
+    torch.testing.assert_close(seed.body.slope.detach(), torch.linspace(0.5, 1.5, 8))
+    assert not torch.equal(seed.body.mix.weight, population.graft(2, 0).seed.body.mix.weight)
+
+
+@pytest.mark.parametrize(("build", "word"), [
+    (lambda c: nn.BatchNorm1d(c), "buffers"),
+    (lambda c: nn.Sequential(nn.Dropout(0.1), nn.Linear(c, c)), "dropout"),
+    (lambda c: nn.Sequential(*[nn.Linear(c, c)] * 2), "two names"),
+])
+def test_modules_that_cannot_be_lifted_are_refused(build: object, word: str) -> None:
+    register_blueprint("refused", build, ("mlp",))
+    try:
+        with pytest.raises(EsperError, match=word):
+            Population(Host("mlp"), 1)
+    finally:
+        del BLUEPRINTS["mlp", "refused"]
+
+
+def test_registry_refuses_strangers() -> None:
+    with pytest.raises(EsperError, match="already"):
+        register_blueprint("norm", Squash, ("mlp",))
+    with pytest.raises(EsperError, match="no host kind"):
+        register_blueprint("mine", Squash, ("transformer",))
+    with pytest.raises(EsperError, match="there are noop"):
+        find_blueprint("mlp", "conv_heavy")

@@ -1,0 +1,160 @@
+"""Gradients reach everything that is live, and nothing that must stay untouched. Faults stay in their row."""
+
+import pytest
+import torch
+
+from esper.demo import random_actions
+from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
+from esper.kasmina.stepping import row_losses
+from esper.leyline import Head, LifecycleOp, SeedStage, Style
+from tests.reference import batch, known_contributions, small_hosts
+
+
+@pytest.mark.parametrize("style", Style)
+@pytest.mark.parametrize("kind", HOSTS)
+def test_upstream_gradients_equal_plain_autograd(kind: str, style: Style) -> None:
+    """Seeds in every slot at alpha 1: each stage of each host gets a gradient, and it is autograd's."""
+    population = Population(Host(kind, **small_hosts()[kind]), 8, dtype=torch.float64)
+    every = torch.arange(8)
+    blueprint = 1 + torch.arange(24).view(8, 3) % (len(population.spec.blueprints) - 1)
+    population.install(every, blueprint, torch.full((8, 3), int(style)), torch.ones(8, 3))
+    for bank in population.banks[1:]:
+        bank.weights += 0.1 * torch.randn(bank.weights.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x, y = batch(population, 6, torch.Generator().manual_seed(1))
+    population.train_step(x, y)
+    stepper = population._stepper
+    theta = stepper.pack.theta.clone().requires_grad_()
+    losses = row_losses(stepper.main(stepper.pack.views(theta), x), y)
+    (grad,) = torch.autograd.grad(losses.sum(), theta)
+    weights, _ = population.host.layout.split(stepper.pack.views(grad)[0])
+    for row in range(8):
+        net = population.extract(row)
+        torch.nn.functional.cross_entropy(net(x[:, row]), y[:, row]).backward()
+        for name, parameter in [*net.stages.named_parameters(prefix="stages"), *net.head.named_parameters(prefix="head")]:
+            torch.testing.assert_close(weights[name][row], parameter.grad, rtol=0, atol=1e-10)
+        for stage in net.stages:
+            assert all(float(p.grad.norm()) > 0 for p in stage.parameters())
+
+
+@pytest.mark.parametrize("incubation", INCUBATION)
+@pytest.mark.parametrize("kind", HOSTS)
+def test_incubating_seeds_leave_their_host_bit_identical(kind: str, incubation: str, device: str) -> None:
+    def train(seeded: bool) -> Population:
+        population = Population(Host(kind, **small_hosts()[kind]), 6, incubation=incubation, device=device,
+                                optim=OptimConfig(lr=0.02, host_clip=0.1, seed_clip=0.1))
+        generator = torch.Generator().manual_seed(0)
+        for slot in range(3):
+            actions = torch.zeros(6, len(Head), dtype=torch.int64)
+            actions[:, Head.SLOT], actions[:, Head.ALPHA_TARGET] = slot, 2
+            if seeded:
+                actions[:, Head.OP] = LifecycleOp.GERMINATE
+                actions[:, Head.BLUEPRINT] = 1 + torch.arange(6) % (len(population.spec.blueprints) - 1)
+                actions[:, Head.STYLE] = torch.arange(6) % 3
+            population.begin_epoch(actions)
+            for _ in range(7):
+                population.train_step(*batch(population, 5, generator))
+            population.end_epoch()
+        return population
+
+    with_seeds, without = train(True), train(False)
+    assert bool(with_seeds.life.incubating.all())
+    assert torch.equal(with_seeds.banks[0].weights, without.banks[0].weights)
+    assert torch.equal(with_seeds.banks[0].second, without.banks[0].second)
+    born = [with_seeds.prototypes[0][int(b)].fresh for b in with_seeds.life.blueprint[:, 0]]
+    assert born and int(with_seeds.banks[1].steps.min()) == 21  # and the seeds did learn
+    for row in range(6):
+        assert float(with_seeds.banks[1].second[row].abs().max()) > 0
+
+
+def run_with_fault(kind: str, device: str, incubation: str, fault: str | None) -> Population:
+    """A random life in which row 2 breaks before epoch 6; equal actions, equal data."""
+    population = Population(Host(kind, **small_hosts()[kind]), 8, device=device, incubation=incubation, seed=1)
+    generator = torch.Generator().manual_seed(4)
+    for epoch in range(12):
+        actions = random_actions(population, generator)
+        if epoch > 5:  # nothing changes after the fault, so that both runs keep equal group sizes
+            actions[2] = torch.tensor([int(LifecycleOp.WAIT), *[0] * 7])
+        population.begin_epoch(actions)
+        if epoch == 6 and fault is not None:
+            place, value = fault.split()
+            bank = population.banks[0] if place == "host" else population.banks[1 + int(planted_slot(population))]
+            bank.weights[2] = float(value)
+        for _ in range(2):
+            population.train_step(*batch(population, 4, generator))
+        population.end_epoch(known_contributions(population))
+    return population
+
+
+def planted_slot(population: Population) -> int:
+    slots = population.life.planted[2].nonzero().flatten()
+    assert len(slots), "row 2 must hold a seed for this test to mean anything"
+    return int(slots[0])
+
+
+@pytest.mark.parametrize("fault", ["host nan", "host inf", "seed nan", "seed inf"])
+@pytest.mark.parametrize("incubation", INCUBATION)
+@pytest.mark.parametrize("kind", HOSTS)
+def test_faults_stay_in_their_row(kind: str, incubation: str, fault: str, device: str) -> None:
+    torch.use_deterministic_algorithms(device == "cuda")
+    try:
+        sick, well = run_with_fault(kind, device, incubation, fault), run_with_fault(kind, device, incubation, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not all(bool(bank.weights[2].isfinite().all()) for bank in sick.banks)
+    others = torch.tensor([0, 1, 3, 4, 5, 6, 7])
+    mine, theirs = sick.snapshot(others), well.snapshot(others)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+    x, _ = batch(sick, 3, torch.Generator().manual_seed(9))
+    kept = others.to(device)
+    assert torch.equal(sick.forward(x)[:, kept], well.forward(x)[:, kept])
+
+
+@pytest.mark.parametrize("incubation", INCUBATION)
+@pytest.mark.parametrize("kind", HOSTS)
+def test_broken_incubating_seed_cannot_reach_its_own_host(kind: str, incubation: str, device: str) -> None:
+    def train(broken: bool) -> Population:
+        population = Population(Host(kind, **small_hosts()[kind]), 3, device=device, incubation=incubation)
+        generator = torch.Generator().manual_seed(0)
+        actions = torch.tensor([[int(LifecycleOp.GERMINATE), 1, 2 + row, row, 0, 2, 0, 0] for row in range(3)])
+        population.begin_epoch(actions)
+        if broken:
+            population.banks[2].weights[:] = float("nan")
+        for _ in range(5):
+            losses = population.train_step(*batch(population, 4, generator))
+            assert bool(losses.isfinite().all())
+        population.end_epoch()
+        return population
+
+    broken, whole = train(True), train(False)
+    assert torch.equal(broken.banks[0].weights, whole.banks[0].weights)
+    assert not bool(broken.life.healthy[:, 1].any())
+    assert bool(whole.life.healthy[:, 1].all())
+    assert not bool(broken.life.verdicts()[:, 1, LifecycleOp.ADVANCE].any())
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_freed_rows_are_clean(kind: str) -> None:
+    """A NaN seed that is pruned leaves zeros behind, and the next seed in its slot is as good as new."""
+    population = Population(Host(kind, **small_hosts()[kind]), 2)
+    germinate = torch.tensor([[int(LifecycleOp.GERMINATE), 0, 2, 0, 0, 2, 0, 0]] * 2)
+    population.begin_epoch(germinate)
+    population.banks[1].weights[0] = float("nan")
+    population.train_step(*batch(population, 4, torch.Generator().manual_seed(0)))
+    population.end_epoch()
+    wait = torch.zeros(2, len(Head), dtype=torch.int64)
+    prune = wait.clone()
+    prune[0, Head.OP] = LifecycleOp.PRUNE
+    population.begin_epoch(prune)
+    for tensor in population.banks[1].tensors().values():
+        assert bool((tensor[0] == 0).all())
+    population.end_epoch()
+    while population.life.stage[0, 0] != SeedStage.DORMANT:
+        population.begin_epoch(wait)
+        population.end_epoch()
+    germinate[1] = wait[1]
+    population.begin_epoch(germinate)
+    losses = population.train_step(*batch(population, 4, torch.Generator().manual_seed(1)))
+    population.end_epoch()
+    assert bool(losses.isfinite().all())
+    assert bool(population.life.healthy[0, 0])

@@ -1,0 +1,136 @@
+"""Numerical twins: the population against plain PyTorch modules, in float64."""
+
+import pytest
+import torch
+
+from esper.demo import random_actions
+from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
+from esper.leyline import SeedStage, Transition
+from tests.reference import PlainHost, batch, known_contributions, small_hosts
+
+ROWS = 24
+
+
+def grown(kind: str, device: str = "cpu", epochs: int = 12, rows: int = ROWS, **options: object) -> Population:
+    """A population with a random topology in every row, after a few steps of training."""
+    generator = torch.Generator().manual_seed(5)
+    population = Population(Host(kind, **small_hosts()[kind]), rows, dtype=torch.float64, device=device, **options)
+    for _ in range(epochs):
+        population.begin_epoch(random_actions(population, generator))
+        population.train_step(*batch(population, 4, generator))
+        population.end_epoch(known_contributions(population))
+    return population
+
+
+def edges(moves: list[Transition]) -> set[tuple[SeedStage, SeedStage]]:
+    return {(move.source, move.target) for move in moves}
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_forward_equals_extracted_modules(kind: str, device: str) -> None:
+    population = grown(kind, device)
+    assert len({tuple(r) for r in population.life.blueprint.tolist()}) >= 20
+    assert int((population.life.alpha > 0).sum()) > ROWS / 2
+    x, _ = batch(population, 6, torch.Generator().manual_seed(1))
+    logits = population.forward(x)
+    for row in range(ROWS):
+        torch.testing.assert_close(population.extract(row)(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+@pytest.mark.parametrize("incubation", INCUBATION)
+@pytest.mark.parametrize("kind", HOSTS)
+def test_training_equals_a_loop_of_modules(kind: str, incubation: str, optim: str, device: str) -> None:
+    config = OptimConfig(optim, lr=0.02, weight_decay=0.01, host_clip=0.5, seed_clip=0.3)
+    population = Population(Host(kind, **small_hosts()[kind]), ROWS, dtype=torch.float64, device=device, incubation=incubation,
+                            optim=config, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    plain = [PlainHost(population, row) for row in range(ROWS)]
+    for _ in range(20):
+        population.begin_epoch(random_actions(population, generator))
+        for host in plain:
+            host.follow()
+        x, y = batch(population, 5, generator)
+        losses = population.train_step(x, y)
+        expected = [host.step(x[:, row], y[:, row]) for row, host in enumerate(plain)]
+        torch.testing.assert_close(losses.cpu(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
+        population.end_epoch(known_contributions(population))
+    for row, host in enumerate(plain):
+        mine = [*population.extract(row).stages.parameters(), *population.extract(row).head.parameters()]
+        for a, b in zip(mine, [*host.stages.parameters(), *host.head.parameters()], strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
+        for slot in population.life.planted[row].nonzero().flatten().tolist():
+            seed = population.graft(row, slot).to(device)
+            for a, b in zip(seed.parameters(), host.seeds[slot].parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
+    taken = edges(population.life.drain_transitions())
+    s = SeedStage
+    for edge in [(s.DORMANT, s.GERMINATED), (s.TRAINING, s.BLENDING), (s.BLENDING, s.PRUNED), (s.TRAINING, s.PRUNED),
+                 (s.RESETTING, s.DORMANT), (s.HOLDING, s.FOSSILIZED)]:
+        assert edge in taken
+    assert int(population.life.germinations.max()) > 1  # another seed in the same slot
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_a_row_alone_equals_the_row_in_a_crowd(kind: str, device: str) -> None:
+    crowd = Population(Host(kind, **small_hosts()[kind]), 64, dtype=torch.float64, device=device)
+    alone = Population(crowd.host, 1, dtype=torch.float64, device=device)
+    alone.reset(torch.tensor([0]), crowd.keys[17:18])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        actions = random_actions(crowd, generator)
+        crowd.begin_epoch(actions)
+        alone.begin_epoch(actions[17:18])
+        x, y = batch(crowd, 4, generator)
+        crowd.train_step(x, y)
+        alone.train_step(x[:, 17:18], y[:, 17:18])
+        crowd.end_epoch(known_contributions(crowd))
+        alone.end_epoch(known_contributions(alone))
+    mine, theirs = alone.snapshot(torch.tensor([0])), crowd.snapshot(torch.tensor([17]))
+    assert bool(alone.life.planted.any())
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_counterfactual_rows_equal_edited_modules(kind: str, device: str) -> None:
+    population = grown(kind, device)
+    x, _ = batch(population, 4, torch.Generator().manual_seed(1))
+    env = torch.randint(ROWS, (40,), generator=torch.Generator().manual_seed(2))
+    off = torch.randint(3, (40,), generator=torch.Generator().manual_seed(3))
+    alpha = population.life.alpha[env]
+    alpha[torch.arange(40), off] = 0
+    before = population.snapshot(torch.arange(ROWS))
+    logits = population.forward(x[:, env.to(device)], env, alpha)
+    for i, (row, slot) in enumerate(zip(env.tolist(), off.tolist(), strict=True)):
+        net = population.extract(row)
+        net.grafts[slot] = torch.nn.Identity()
+        torch.testing.assert_close(net(x[:, row]).detach(), logits[:, i], rtol=0, atol=1e-10)
+    for name, tensor in population.snapshot(torch.arange(ROWS)).items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_preview_of_an_incubating_seed(kind: str) -> None:
+    population = grown(kind, epochs=5)
+    row, slot = population.life.incubating.nonzero()[0].tolist()
+    x, _ = batch(population, 4, torch.Generator().manual_seed(1))
+    alpha = population.life.alpha[[row]]
+    alpha[0, slot] = 0.7
+    net = population.extract(row)
+    net.grafts[slot] = population.graft(row, slot)
+    net.grafts[slot].alpha = 0.7
+    preview = population.forward(x[:, [row]], torch.tensor([row]), alpha)
+    torch.testing.assert_close(preview[:, 0], net(x[:, row]).detach(), rtol=0, atol=1e-7)
+    assert not torch.equal(preview[:, 0], population.forward(x)[:, row])
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_bfloat16_stays_near(kind: str, device: str) -> None:
+    population = grown(kind, device)
+    rough = Population(population.host, ROWS, dtype=torch.float64, compute_dtype=torch.bfloat16, device=device)
+    rough.restore(torch.arange(ROWS), population.snapshot(torch.arange(ROWS)))
+    x, y = batch(population, 6, torch.Generator().manual_seed(1))
+    exact, near = population.forward(x), rough.forward(x).double()
+    assert float((near - exact).norm() / exact.norm()) < 2e-2
+    torch.testing.assert_close(rough.train_step(x, y).double(), population.train_step(x, y), rtol=2e-2, atol=2e-2)
