@@ -63,7 +63,7 @@ def test_birth_and_first_steps(kind: str, name: str, style: Style) -> None:
         if not parameters or name == "noop":
             continue
         optim = torch.optim.SGD(parameters.values(), 0.01)
-        norms = {n: 0.0 for n in parameters}
+        norms = dict.fromkeys(parameters, 0.0)
         for step in range(3):
             optim.zero_grad()
             (graft(h) - goal).square().mean().backward()

@@ -43,6 +43,8 @@ class PopulationBench:
     device: str = "cpu"
     dtype: str = "float32"
     """float32, or bfloat16 (weights stay float32, activations do not)."""
+    compile: bool = False
+    """Run the population's host stages through torch.compile."""
     json: bool = False
     """Print one JSON object as the last line."""
 
@@ -92,7 +94,7 @@ class Loop:
         for i, (net, parts) in enumerate(zip(self.nets, self.parts, strict=True)):
             with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
                 loss = F.cross_entropy(net(x[:, i]), y[:, i])
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             for place, parameters in enumerate(parts):
                 nn.utils.clip_grad_norm_(parameters, self.clips[min(place, 1)])
         self.optim.step()
@@ -111,7 +113,7 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
     loop_rows = config.loop_rows or config.rows
     generator = torch.Generator().manual_seed(0)
     population = Population(Host(config.host), config.rows, optim=OptimConfig(lr=1e-3), device=config.device,
-                            compute_dtype=DTYPES[config.dtype])
+                            compute_dtype=DTYPES[config.dtype], compile=config.compile)
     x = torch.randn(config.batch, config.rows, *population.host.inputs, generator=generator).to(config.device)
     y = torch.randint(population.host.classes, (config.batch, config.rows), generator=generator).to(config.device)
     x_typed = x.to(DTYPES[config.dtype])
@@ -122,7 +124,7 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
             population.train_step(x_typed, y)
         population.end_epoch()
 
-    _timed(epoch, config.device)
+    warm_up = _timed(epoch, config.device)
     rates: dict[str, list[float]] = {"population": [], "loop": []}
     for number in range(1, config.rounds + 1):
         rates["population"].append(config.rows * config.batch * config.steps / _timed(epoch, config.device))
@@ -135,11 +137,13 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
     medians = {way: statistics.median(values) for way, values in rates.items()}
     return {"bench": "population", **asdict(config), "samples_per_second": medians, "rounds_samples_per_second": rates,
             "ratio": statistics.median(a / b for a, b in zip(*rates.values(), strict=True)),
+            "warm_up_seconds": warm_up,
             "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
 
 
 def bench_table(result: dict[str, Any]) -> Table:
-    table = Table(title=f"{result['host']}, batch {result['batch']}, three seeds per host, {result['dtype']} on {result['device']}")
+    title = "{host} hosts with three seeds each, batch {batch}, {dtype} on {device}"
+    table = Table(title=title.format(**result), title_justify="left")
     for name in ("way", "hosts", "samples/s"):
         table.add_column(name, justify="left" if name == "way" else "right")
     rates = result["samples_per_second"]

@@ -50,7 +50,8 @@ def _bars(frame: Frame, x: int, pitch: int) -> list[str]:
     for row, slot in (frame.blueprint >= 0).nonzero().tolist():
         y, colour = _TOP + row * pitch + slot * _BAND, _COLOURS[int(frame.blueprint[row, slot]) % len(_COLOURS)]
         if frame.stage[row, slot] == SeedStage.TRAINING:
-            bars.append(f'<rect x="{x + 1}" y="{y + 1.5}" width="{_CELL - 2}" height="{_BAND - 3}" fill="none" stroke="{colour}"/>')
+            bars.append(f'<rect x="{x + 1}" y="{y + 1.5}" width="{_CELL - 2}" height="{_BAND - 3}" fill="none" '
+                        f'stroke="{colour}"/>')
             continue
         opacity = 0.15 + 0.85 * float(frame.alpha[row, slot])
         bars.append(f'<rect x="{x}" y="{y + 0.5}" width="{_CELL}" height="{_BAND - 1}" fill="{colour}" opacity="{opacity:.2f}"/>')

@@ -65,7 +65,7 @@ class Prototype:
             self.template = blueprint.build(shape).eval()
         _refuse_unliftable(blueprint.name, self.template)
         self.layout = Layout(self.template)
-        self.centre, self.radius = (None, None) if blueprint.draws_own_weights else initial_range(self.template)
+        self._range = None if blueprint.draws_own_weights else initial_range(self.template)
 
     def __call__(self, weights: Weights, x: Tensor) -> Tensor:
         """Outputs of G seeds for x in lifted layout."""
@@ -73,9 +73,9 @@ class Prototype:
 
     def fresh(self, keys: Tensor) -> Tensor:
         """float32 [R, P]: newborn weights, a function of the keys [R] alone."""
-        if self.centre is not None and self.radius is not None:
-            draw = 2 * uniform(keys, self.layout.size) - 1
-            return self.centre.to(keys.device) + self.radius.to(keys.device) * draw
+        if self._range is not None:
+            centre, radius = (t.to(keys.device) for t in self._range)
+            return centre + radius * (2 * uniform(keys, self.layout.size) - 1)
         return torch.stack([self._constructed(int(key)) for key in keys.tolist()]).to(keys.device)
 
     def _constructed(self, key: int) -> Tensor:
@@ -119,6 +119,10 @@ def _conv(shape: SlotShape, inputs: int, outputs: int, taps: int = 1, groups: in
     return conv(inputs, outputs, taps, padding=taps // 2, groups=groups)
 
 
+def _plain_norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(1, channels, affine=False)
+
+
 def _conv_norm(shape: SlotShape) -> nn.Module:
     return _zero(nn.GroupNorm(1, shape.channels))
 
@@ -131,12 +135,12 @@ def _conv_attention(shape: SlotShape) -> nn.Module:
 
 def _depthwise(shape: SlotShape) -> nn.Module:
     c = shape.channels
-    return nn.Sequential(nn.GroupNorm(1, c, affine=False), _conv(shape, c, c, 3, groups=c), nn.ReLU(), _zero(_conv(shape, c, c)))
+    return nn.Sequential(_plain_norm(c), _conv(shape, c, c, 3, groups=c), nn.ReLU(), _zero(_conv(shape, c, c)))
 
 
 def _bottleneck(shape: SlotShape) -> nn.Module:
     c, inner = shape.channels, max(4, shape.channels // 4)
-    return nn.Sequential(nn.GroupNorm(1, c, affine=False), _conv(shape, c, inner), nn.ReLU(), _conv(shape, inner, inner, 3), nn.ReLU(),
+    return nn.Sequential(_plain_norm(c), _conv(shape, c, inner), nn.ReLU(), _conv(shape, inner, inner, 3), nn.ReLU(),
                          _zero(_conv(shape, inner, c)))
 
 
@@ -156,7 +160,8 @@ def _conv_heavy(shape: SlotShape) -> nn.Module:
 
 def _mixer(shape: SlotShape) -> nn.Module:
     length, inner = shape.extent[0], max(4, shape.extent[0] // 2)
-    return nn.Sequential(nn.GroupNorm(1, shape.channels, affine=False), nn.Linear(length, inner), nn.ReLU(), _zero(nn.Linear(inner, length)))
+    mix, unmix = nn.Linear(length, inner), _zero(nn.Linear(inner, length))
+    return nn.Sequential(_plain_norm(shape.channels), mix, nn.ReLU(), unmix)
 
 
 def _dense_norm(shape: SlotShape) -> nn.Module:
@@ -170,7 +175,8 @@ def _low_rank(shape: SlotShape) -> nn.Module:
 
 def _glu(shape: SlotShape) -> nn.Module:
     c, inner = shape.channels, max(2, shape.channels // 2)
-    return nn.Sequential(nn.LayerNorm(c, elementwise_affine=False), nn.Linear(c, 2 * inner), nn.GLU(dim=1), _zero(nn.Linear(inner, c)))
+    norm = nn.LayerNorm(c, elementwise_affine=False)
+    return nn.Sequential(norm, nn.Linear(c, 2 * inner), nn.GLU(dim=1), _zero(nn.Linear(inner, c)))
 
 
 def _mlp(shape: SlotShape, inner: int) -> nn.Module:

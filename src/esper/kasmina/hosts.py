@@ -1,6 +1,7 @@
 """Hosts: small networks of stages with a slot after each. A host is one plain module, lifted to run as many."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class Host:
         row = HOSTS[self.kind]
         sizes = (self.inputs[0], *self.widths)
         net = nn.Module()
-        net.stages = nn.ModuleList(row.stage(a, b, self.taps) for a, b in zip(sizes, sizes[1:], strict=False))
+        net.stages = nn.ModuleList(row.stage(a, b, self.taps) for a, b in itertools.pairwise(sizes))
         net.head = nn.Sequential(row.pool(), nn.Flatten(), nn.Linear(sizes[-1], self.classes))
         return net
 
@@ -126,8 +127,9 @@ class Host:
         """Samples [B, N, *inputs] in lifted layout."""
         return x.transpose(0, 1) if x.dim() == 3 else x
 
-    def stage(self, index: int, weights: Weights, h: Tensor) -> Tensor:
-        return lifted(self.template.stages[index], weights, h, f"stages.{index}.")  # type: ignore[index, arg-type]
+    def stage(self, index: int, weights: Weights, h: Tensor, compiled: bool = False) -> Tensor:
+        run = _compiled() if compiled else lifted
+        return run(self.template.stages[index], weights, h, f"stages.{index}.")  # type: ignore[index, arg-type]
 
     def head(self, weights: Weights, h: Tensor) -> Tensor:
         """Logits [N, B, classes]."""
@@ -154,6 +156,12 @@ class Host:
             alive.append(mask.flatten(1))
             trainable.append((mask * free).flatten(1))
         return torch.cat(alive, 1), torch.cat(trainable, 1)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    """`lifted`, compiled once per stage and shape. Static shapes only: the recompile limit bounds the variants."""
+    return torch.compile(lifted, dynamic=False)
 
 
 def _centre(shape: tuple[int, ...]) -> Tensor:

@@ -102,7 +102,7 @@ class Lifecycle:
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
         """Fill empty slots of these rows with seeds that already hold their alpha; each tensor [R, S], blueprint -1 is none."""
         if bool((self.stage[rows] != SeedStage.DORMANT).any()):
-            raise InvalidStateMachineError("a topology can only be installed into rows whose slots are all DORMANT; reset them first")
+            raise InvalidStateMachineError("a topology can only be installed into rows with DORMANT slots; reset them first")
         planted = blueprint >= 0
         values = {"stage": torch.where(planted, int(SeedStage.HOLDING), int(SeedStage.DORMANT)), "blueprint": blueprint,
                   "style": torch.where(planted, style, 0), "alpha": torch.where(planted, alpha, 0.0),

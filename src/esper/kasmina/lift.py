@@ -103,8 +103,8 @@ def _linear(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
 def _group_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if x.dim() == 3:
         return NotImplemented
-    affine = [w[prefix + name].flatten() for name in ("weight", "bias")] if layer.affine else [None, None]
-    return F.group_norm(x.flatten(1, 2), x.shape[1] * layer.num_groups, *affine, layer.eps).view(x.shape)
+    weight, bias = (w[prefix + name].flatten() if layer.affine else None for name in ("weight", "bias"))
+    return F.group_norm(x.flatten(1, 2), x.shape[1] * layer.num_groups, weight, bias, layer.eps).view(x.shape)
 
 
 def _layer_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
     for name, parameter in module.named_parameters():
         values = parameter.detach().flatten()
         constant = bool((values == values[0]).all())
-        fan_in = owners[name.rpartition(".")[0]].weight[0].numel()  # type: ignore[index, union-attr, operator]
+        fan_in = owners[name.rpartition(".")[0]].weight[0].numel()
         centres.append(values if constant else torch.zeros_like(values))
         radii.append(torch.full_like(values, 0.0 if constant else 1 / math.sqrt(fan_in)))
     return (torch.cat(centres), torch.cat(radii)) if centres else (torch.empty(0), torch.empty(0))

@@ -64,16 +64,15 @@ def _adamw(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
     seg.first.lerp_(grad, 1 - beta1)
     seg.second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     steps = seg.steps.to(grad.dtype)
-    size = seg.lr / (1 - beta1**steps)
-    root = seg.second.sqrt()
-    # size * m / (sqrt(v) * u + eps), with the size moved below the line to save a pass over every part.
-    unbias, offset = seg.columns((1 - beta2**steps).rsqrt() / size), seg.columns(config.eps / size)
-    for view, factor, term in zip(seg.views(root), unbias, offset, strict=True):
-        torch.addcmul(term, view, factor, out=view)
+    root, eps = seg.second.sqrt(), grad.new_tensor(config.eps)
+    for view, unbias in zip(seg.views(root), seg.columns((1 - beta2**steps).rsqrt()), strict=True):
+        torch.addcmul(eps, view, unbias, out=view)
+    change = torch.div(seg.first, root, out=root)
     if config.weight_decay:
-        for view, factor in zip(seg.views(seg.theta), seg.columns(1 - seg.lr * seg.decay), strict=True):
-            view.mul_(factor)
-    seg.theta.addcdiv_(seg.first, root, value=-1)
+        for theta, shrink in zip(seg.views(seg.theta), seg.columns(1 - seg.lr * seg.decay), strict=True):
+            theta.mul_(shrink)
+    for theta, view, step in zip(seg.views(seg.theta), seg.views(change), seg.columns(-seg.lr / (1 - beta1**steps)), strict=True):
+        theta.addcmul_(view, step)
 
 
 def _sgd(config: OptimConfig, seg: Segments, grad: Tensor) -> None:

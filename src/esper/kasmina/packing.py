@@ -67,8 +67,9 @@ class Pack:
         self.rows = torch.cat([rows for _, rows, _ in self._parts])  # [K] population row of each segment
         counts = torch.tensor([len(rows) for _, rows, _ in self._parts])
         self.places = torch.tensor([0, *(1 + g.slot for g in groups)]).repeat_interleave(counts)  # [K] 0 is the host
-        theta, first, second = (torch.cat([t[:, :size].flatten() for t, (_, _, size) in zip(self._take(name), self._parts, strict=True)])
-                                for name in ("weights", "first", "second"))
+        theta, first, second = (
+            torch.cat([t[:, :size].flatten() for t, (_, _, size) in zip(self._take(name), self._parts, strict=True)])
+            for name in ("weights", "first", "second"))
         clip = torch.tensor(clips, dtype=dtype)[self.places.clamp(max=1)]
         self.segments = Segments(
             [(len(rows), size) for _, rows, size in self._parts], theta, first, second, torch.cat(self._take("steps")),
@@ -142,21 +143,22 @@ class SlotWiring:
         outputs = [use.prototype(w, x) for use, w, x in zip(self.uses, weights, inputs, strict=True)]
         gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
         gate_weights = torch.cat(gates) if gates else h.new_empty(0)
-        return Blend.apply(h, self.alpha, self.rows, gate_weights, *outputs)  # type: ignore[no-any-return]
+        blended: Tensor = Blend.apply(h, self.alpha, self.rows, gate_weights, *outputs)
+        return blended
 
 
 class Pass:
     """A list of rows to run: live rows with their own weights, or extra rows with an alpha of their own."""
 
     def __init__(self, host: Host, pack: Pack, style: Tensor, alpha: Tensor, env: Tensor | None = None,
-                 dtype: torch.dtype | None = None, shadow: bool = False, incubate: Tensor | None = None) -> None:
+                 dtype: torch.dtype | None = None, shadow: bool = False, incubate: Tensor | None = None,
+                 compiled: bool = False) -> None:
         """`alpha` [R, S]; `env` [R] maps pass rows to population rows (None is every row, in order).
 
         `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of the ghosts that learn
-        straight through; None wires no ghosts.
+        straight through; None wires no ghosts. `compiled` runs the host's stages through `torch.compile`.
         """
-        self.host, self.pack = host, pack
-        self.shadow = shadow
+        self.host, self.pack, self.shadow, self.compiled = host, pack, shadow, compiled
         self.env = None if env is None else env.to(pack.device)
         rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
         dtype = dtype or pack.theta.dtype
@@ -186,7 +188,7 @@ class Pass:
         weights, _ = self.host.layout.split(hosts.detach() if self.shadow else hosts)
         h = self.host.enter(x)
         for index, (slot, ghost) in enumerate(zip(self.slots, self.ghosts, strict=True)):
-            h = slot(self.host.stage(index, weights, h), flats)
+            h = slot(self.host.stage(index, weights, h, self.compiled), flats)
             if ghost is not None and ghost.uses:
                 h = StraightThrough.apply(h, ghost(h.detach(), flats))
         return self.host.head(weights, h)

@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from esper.kasmina.blending import Graft
-from esper.kasmina.blueprints import Prototype, blueprints_for, find_blueprint
+from esper.kasmina.blueprints import blueprints_for, find_blueprint
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.keys import mix
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
@@ -38,12 +38,13 @@ class Population:
 
     def __init__(self, host: Host, rows: int, *, spec: ActionSpec | None = None, gates: GateConfig | None = None,
                  optim: OptimConfig | None = None, incubation: str = "shadow", dtype: torch.dtype = torch.float32,
-                 compute_dtype: torch.dtype | None = None, device: torch.device | str = "cpu", seed: int = 0) -> None:
+                 compute_dtype: torch.dtype | None = None, device: torch.device | str = "cpu", compile: bool = False,
+                 seed: int = 0) -> None:
         if rows < 1:
             raise EsperError(f"a population of {rows} rows is impossible; use at least 1")
         if incubation not in INCUBATION:
             raise EsperError(f"no incubation {incubation!r}; choose from {', '.join(INCUBATION)}")
-        self.host, self.rows, self.incubation = host, rows, incubation
+        self.host, self.rows, self.incubation, self.compile = host, rows, incubation, compile
         self.spec = spec or ActionSpec.full(len(host.slots), blueprints_for(host.kind))
         self.optim = optim or OptimConfig()
         self.device, self.dtype, self.compute_dtype = torch.device(device), dtype, compute_dtype or dtype
@@ -110,7 +111,7 @@ class Population:
         if self._stepper is None:
             pack, life = self._packed(), self.life
             ghosts = torch.where(life.incubating, life.target, 0.0) if self.incubation == "straight_through" else None
-            main = Pass(self.host, pack, life.style, life.alpha, dtype=self.compute_dtype, incubate=ghosts)
+            main = Pass(self.host, pack, life.style, life.alpha, dtype=self.compute_dtype, incubate=ghosts, compiled=self.compile)
             shadow = self._shadow_pass(pack) if self.incubation == "shadow" else None
             self._stepper = Stepper(pack, main, shadow, self.optim, self.compute_dtype)
         return self._stepper(x, y)
@@ -158,10 +159,11 @@ class Population:
 
     def costs(self) -> tuple[Tensor, Tensor]:
         """(parameters, FLOPs per sample) of the seeds in each slot, [N, S] int64; empty slots cost nothing."""
-        gate = torch.tensor([shape.channels for shape in self.host.slots.shapes]) * self.life.planted * (self.life.style == Style.GATE)
+        gated = self.life.planted & (self.life.style == Style.GATE)
+        gate = torch.tensor([shape.channels for shape in self.host.slots.shapes]) * gated
         table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in self.prototypes])
         chosen = table[torch.arange(len(self.prototypes)), self.life.blueprint.clamp(min=0)] * self.life.planted[..., None]
-        return chosen[..., 0] + gate + (gate > 0), chosen[..., 1] + 2 * gate
+        return chosen[..., 0] + gate + gated, chosen[..., 1] + 2 * gate
 
     def extract(self, row: int) -> nn.Module:
         """The row's network as a plain module that computes the same function. Seeds without effect are left out."""
@@ -221,12 +223,12 @@ class Population:
         header, tensors = _read(path)
         spec = header["spec"]
         population = cls(
-            Host(**{k: tuple(v) if isinstance(v, list) else v for k, v in header["host"].items()}), header["rows"],
+            _rebuilt(Host, header["host"]), header["rows"],
             spec=ActionSpec(spec["slots"], tuple(spec["blueprints"]), tuple(Head(h) for h in spec["heads"]),
                             tuple(LifecycleOp(o) for o in spec["ops"]), spec["auto_advance"],
                             dict(zip(Head, spec["defaults"], strict=True))),
-            gates=GateConfig(**header["gates"]), incubation=header["incubation"], device=device,
-            optim=OptimConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in header["optim"].items()}),
+            gates=_rebuilt(GateConfig, header["gates"]), optim=_rebuilt(OptimConfig, header["optim"]),
+            incubation=header["incubation"], device=device,
             dtype=_DTYPES[header["dtype"]], compute_dtype=_DTYPES[header["compute_dtype"]])
         expected = {name: t.shape for name, t in population.tensors().items()}
         if expected != {name: t.shape for name, t in tensors.items()}:
@@ -264,7 +266,13 @@ class Population:
         self._pack = self._stepper = self._live = None
 
 
+T = TypeVar("T")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+
+
+def _rebuilt(kind: type[T], fields: dict[str, Any]) -> T:
+    """A frozen config from its JSON form, in which tuples became lists."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

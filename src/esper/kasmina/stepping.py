@@ -1,5 +1,8 @@
 """One training step of a pack: forward, gradient, clip, update. On CUDA it becomes a graph that is replayed."""
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,12 +70,7 @@ class Stepper:
         return losses
 
 
-_pool: tuple[int, int] | None = None
-
-
-def _graph_pool() -> tuple[int, int]:
-    """One memory pool for all graphs: only the latest is alive, so memory does not grow with epochs."""
-    global _pool
-    if _pool is None:
-        _pool = torch.cuda.graph_pool_handle()
-    return _pool
+@functools.cache
+def _graph_pool() -> Any:
+    """One memory pool for all graphs, so that memory does not grow with epochs."""
+    return torch.cuda.graph_pool_handle()

@@ -1,0 +1,59 @@
+"""The command as a user meets it."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from esper.cli import COMMANDS, main
+
+
+def test_bench_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--rows", "4", "--batch", "5", "--steps", "2", "--rounds", "2"]
+    assert main(["bench", "population", "--host", "mlp", *sizes, "--json"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert result["ratio"] > 0
+    assert len(result["rounds_samples_per_second"]["loop"]) == 2
+    assert any("population" in line and "│" in line for line in lines)
+    assert max(map(len, lines[:-1])) <= 100
+
+
+def test_demo_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path / "new"), "--rows", "5", "--epochs", "9"]) == 0
+    picture = ET.parse(tmp_path / "new" / "growth.svg").getroot()
+    assert len(picture.findall("{http://www.w3.org/2000/svg}rect")) > 20
+    assert "germinated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["bench", "population", "--rows", "0"], ["bench", "population", "--dtype", "int8"],
+                                   ["bench", "population", "--loop-rows", "65"], ["demo", "--rows", "0"],
+                                   ["bench", "population", "--host", "rnn"], ["fly"]])
+def test_bad_arguments_exit_with_2_and_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_help_shows_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*verb.split(), "--help"])
+    assert stop.value.code == 0
+    assert f"esper {verb} --" in capsys.readouterr().out
+
+
+def test_the_command_works_without_a_terminal() -> None:
+    command = [sys.executable, "-m", "esper.cli"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    assert "esper demo" in done.stdout
+
+
+def test_kasmina_needs_torch_numpy_and_safetensors_alone() -> None:
+    code = "import sys, esper.kasmina; print({'tyro', 'rich', 'gymnasium', 'scipy', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,228 @@
+"""Rows as data: keys, resets, snapshots, files, impairments, learning rates."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from esper.demo import random_actions
+from esper.kasmina import HOSTS, Host, Impairments, OptimConfig, Population
+from esper.kasmina.keys import mix, uniform
+from esper.leyline import ActionSpec, EsperError, GateConfig, StateFormatError
+from tests.reference import batch, known_contributions, small_hosts
+
+ALL = torch.arange(6)
+
+
+def live(population: Population, epochs: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        population.begin_epoch(random_actions(population, generator))
+        for _ in range(2):
+            population.train_step(*batch(population, 4, generator))
+        population.end_epoch(known_contributions(population))
+
+
+def small(kind: str = "conv1d", rows: int = 6, **options: object) -> Population:
+    return Population(Host(kind, **small_hosts()[kind]), rows, **options)
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert torch.equal(tensor, b[name]), name
+
+
+def test_keys_are_uniform_and_order_matters() -> None:
+    keys = mix(torch.arange(200), 5)
+    draw = uniform(keys, 500).double()
+    assert abs(float(draw.mean()) - 0.5) < 0.01
+    assert abs(float(draw.var()) - 1 / 12) < 0.002
+    assert len(torch.unique(draw)) > 99_000
+    assert not torch.equal(mix(torch.arange(5), 1, 2), mix(torch.arange(5), 2, 1))
+    correlation = torch.corrcoef(draw[:50])
+    assert float((correlation - torch.eye(50)).abs().max()) < 0.25
+
+
+def test_weights_depend_on_keys_not_positions(device: str) -> None:
+    a, b = small(device=device), small(device=device, seed=9)
+    b.reset(ALL, a.keys.flip(0))
+    assert torch.equal(a.banks[0].weights, b.banks[0].weights.flip(0))
+    assert torch.equal(a.banks[0].weights.cpu(), small().banks[0].weights)  # and not on the device
+    assert len(torch.unique(a.banks[0].weights[:, 0])) == 6
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_initial_scale_is_pytorchs(kind: str) -> None:
+    population = Population(Host(kind), 200)
+    mine, _ = population.host.layout.split(population.banks[0].weights)
+    theirs = [dict(population.host.module().named_parameters()) for _ in range(50)]
+    for name, stack in mine.items():
+        reference = torch.stack([p[name] for p in theirs]).detach()
+        torch.testing.assert_close(stack.std(), reference.std(), rtol=0.1, atol=1e-3)
+        torch.testing.assert_close(stack.mean(), reference.mean(), rtol=0.1, atol=0.03)
+
+
+def test_reset_touches_its_rows_alone() -> None:
+    population = small()
+    live(population, 6, 1)
+    others, reset = torch.tensor([0, 2, 3, 5]), torch.tensor([1, 4])
+    before = population.snapshot(others)
+    population.reset(reset, torch.tensor([77, 78]))
+    assert_same(population.snapshot(others), before)
+    fresh = small(rows=2)
+    fresh.reset(torch.arange(2), torch.tensor([77, 78]))
+    assert_same(population.snapshot(reset), fresh.snapshot(torch.arange(2)))
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_restore_goes_back_bit_exactly(kind: str, device: str) -> None:
+    population = small(kind, device=device)
+    live(population, 5, 1)
+    rows = torch.tensor([1, 3])
+    saved = population.snapshot(rows)
+    live(population, 3, 2)
+    others = torch.tensor([0, 2, 4, 5])
+    before = population.snapshot(others)
+    population.restore(rows, saved)
+    assert_same(population.snapshot(rows), saved)
+    assert_same(population.snapshot(others), before)
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_a_saved_population_goes_on_bit_exactly(kind: str, device: str, tmp_path: Path) -> None:
+    spec = ActionSpec.full(3, [n for n in small(kind).spec.blueprints if n != "norm"])
+    population = small(kind, device=device, spec=spec, gates=GateConfig(embargo=2), incubation="straight_through",
+                       optim=OptimConfig("sgd", lr=0.03, weight_decay=0.1))
+    live(population, 7, 1)
+    population.save(tmp_path / "p.safetensors")
+    again = Population.load(tmp_path / "p.safetensors", device)
+    assert again.life.gates == GateConfig(embargo=2)
+    assert again.optim == population.optim
+    assert again.spec.blueprints == spec.blueprints
+    for one in (population, again):
+        live(one, 3, 2)
+    assert_same(again.snapshot(ALL), population.snapshot(ALL))
+    assert [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
+
+
+def test_foreign_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    with pytest.raises(StateFormatError, match="cannot read"):
+        Population.load(path)
+    path.write_bytes(b"not a file of tensors")
+    with pytest.raises(StateFormatError, match="cannot read"):
+        Population.load(path)
+    save_file({"a": torch.zeros(1)}, path)
+    with pytest.raises(StateFormatError, match="no population"):
+        Population.load(path)
+    small().save(path)
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["esper.population"])
+    tensors = load_file(path)
+    save_file(tensors, path, {"esper.population": json.dumps(header | {"schema": 99})})
+    with pytest.raises(StateFormatError, match="schema 99; this version of Esper reads schema 1"):
+        Population.load(path)
+    save_file({k: v for k, v in tensors.items() if k != "keys"}, path, {"esper.population": json.dumps(header)})
+    with pytest.raises(StateFormatError, match="does not fit"):
+        Population.load(path)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+def test_impairments_hold_through_training(optim: str) -> None:
+    population = small("cnn", optim=OptimConfig(optim, lr=0.05, weight_decay=0.1))
+    impaired = Impairments.none(6, 3)
+    impaired.one_tap[1, 0] = True
+    impaired.width[2, 1] = 0.5
+    impaired.frozen[3, 2] = True
+    population.reset(ALL, ALL, impaired)
+    start, _ = population.host.layout.split(population.banks[0].weights.clone())
+    live(population, 4, 1)
+    end, _ = population.host.layout.split(population.banks[0].weights)
+    kernel = end["stages.0.0.weight"][1]
+    assert float(kernel[..., 1, 1].abs().min()) > 0
+    kernel[..., 1, 1] = 0
+    assert bool((kernel == 0).all())
+    x, _ = batch(population, 3, torch.Generator().manual_seed(0))
+    middle = population.extract(2).stages[:2]
+    h = middle[1](middle[0](x[:, 2]))
+    assert bool((h[:, 4:] == 0).all())
+    assert bool((h[:, :4] != 0).any())
+    for name, tensor in end.items():
+        moved = not torch.equal(tensor[3], start[name][3])
+        assert moved is not name.startswith("stages.2."), name
+        assert not torch.equal(tensor[0], start[name][0])
+
+
+def test_impossible_impairments_are_refused() -> None:
+    impaired = Impairments.none(6, 3)
+    impaired.one_tap[0, 0] = True
+    with pytest.raises(EsperError, match="no taps"):
+        small("mlp").reset(ALL, ALL, impaired)
+    impaired = Impairments.none(6, 3)
+    impaired.width[0, 0] = 0.0
+    with pytest.raises(EsperError, match="share in"):
+        small("mlp").reset(ALL, ALL, impaired)
+
+
+def test_learning_rates_are_per_row_and_place() -> None:
+    population = small()
+    population.install(ALL, torch.full((6, 3), 3), torch.zeros(6, 3), torch.ones(6, 3))
+    before = [bank.weights.clone() for bank in population.banks]
+    rates = torch.full((6, 4), 0.01)
+    rates[2] = 0
+    rates[4, 2] = 0
+    x, y = batch(population, 4, torch.Generator().manual_seed(0))
+    population.set_lr(rates * 0)
+    population.train_step(x, y)
+    population.set_lr(rates)  # takes effect in the middle of an epoch
+    population.train_step(x, y)
+    population.end_epoch()
+    changed = torch.stack([(bank.weights != old).any(1) for bank, old in zip(population.banks, before, strict=True)], 1)
+    assert torch.equal(changed, rates > 0)
+
+
+def test_seeds_help_a_host_that_cannot_learn_alone() -> None:
+    """The point of it all: hosts with one-tap kernels learn order in sequences only through a grown seed."""
+    from esper.demo import waves
+
+    population = Population(Host("conv1d"), 8, optim=OptimConfig(lr=5e-3))
+    impaired = Impairments.none(8, 3)
+    impaired.one_tap[:] = True
+    population.reset(torch.arange(8), torch.arange(4).repeat(2), impaired)  # the same four hosts twice
+    heavy = population.spec.blueprints.index("conv_heavy")
+    blueprint = torch.full((8, 3), -1)
+    blueprint[4:, 0] = heavy
+    population.install(torch.arange(8), blueprint, torch.zeros(8, 3), torch.ones(8, 3))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        x, y = waves(32, 4, generator)
+        population.train_step(x.repeat(1, 2, 1, 1), y.repeat(1, 2))
+    x, y = waves(500, 4, generator)
+    right = (population.forward(x.repeat(1, 2, 1, 1)).argmax(2) == y.repeat(1, 2)).float().mean(0)
+    assert float((right[4:] - right[:4]).min()) > 0.1, right
+
+
+def test_costs_of_empty_slots_are_zero() -> None:
+    population = small()
+    params, flops = population.costs()
+    assert int(params.sum()) == int(flops.sum()) == 0
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: Population(Host("mlp"), 0), "at least 1"),
+    (lambda: Population(Host("mlp"), 1, incubation="magic"), "shadow, straight_through"),
+    (lambda: Host("rnn"), "mlp, conv1d, cnn"),
+    (lambda: Host("cnn", (3, 4, 4)), "fewer stages"),
+    (lambda: Host("cnn", (3, 32)), "expected 3 numbers"),
+    (lambda: OptimConfig("adam"), "adamw, sgd"),
+    (lambda: small().graft(0, 0), "holds no seed"),
+    (lambda: small().begin_epoch(torch.zeros(2, 8, dtype=torch.int64)), r"expected \[6, 8\]"),
+])
+def test_bad_input_gets_one_sentence(make: object, words: str) -> None:
+    with pytest.raises(EsperError, match=words) as caught:
+        make()
+    assert "\n" not in str(caught.value)
