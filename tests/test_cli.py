@@ -12,7 +12,7 @@ from esper.cli import COMMANDS, main
 
 
 def test_bench_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--rows", "4", "--batch", "5", "--steps", "2", "--rounds", "2"]
+    sizes = ["--rows", "4", "--batch", "5", "--steps", "2", "--rounds", "2", "--warm-up", "1"]
     assert main(["bench", "population", "--host", "mlp", *sizes, "--json"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     result = json.loads(lines[-1])

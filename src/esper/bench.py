@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from esper.kasmina import Host, OptimConfig, Population
-from esper.leyline import EsperError, Style
+from esper.leyline import EsperError, Head, LifecycleOp, Style
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,17 +40,19 @@ class PopulationBench:
     """Steps per epoch."""
     rounds: int = 5
     """Interleaved rounds; the median counts."""
+    warm_up: int = 3
+    """Epochs before the first round. Libraries plan for shapes they have not met; after a few epochs shapes recur."""
     device: str = "cpu"
     dtype: str = "float32"
-    """float32, or bfloat16 (weights stay float32, activations do not)."""
+    """float32, or bfloat16 (the loop's weights too, which is its fastest way; the population's stay float32)."""
     compile: bool = False
     """Run the population's host stages through torch.compile."""
     json: bool = False
     """Print one JSON object as the last line."""
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.batch, self.steps, self.rounds) < 1 or self.loop_rows < 0:
-            raise EsperError("--rows, --batch, --steps and --rounds must be at least 1, and --loop-rows not negative")
+        if min(self.rows, self.batch, self.steps, self.rounds, self.warm_up) < 1 or self.loop_rows < 0:
+            raise EsperError("--rows, --batch, --steps, --rounds and --warm-up must be at least 1, --loop-rows at least 0")
         if self.loop_rows > self.rows:
             raise EsperError("--loop-rows cannot exceed --rows: the loop trains some of the population's own hosts")
         if self.dtype not in DTYPES:
@@ -72,13 +74,13 @@ class Loop:
     """The same hosts as plain modules, one after the other, with the fastest optimiser and clipping PyTorch has."""
 
     def __init__(self, population: Population, rows: int) -> None:
-        self.nets = [population.extract(i) for i in range(rows)]
+        self.dtype = population.compute_dtype
+        self.nets = [population.extract(i).to(self.dtype) for i in range(rows)]
         self.parts = [self._parts(net) for net in self.nets]
         config = population.optim
         every = [p for net in self.nets for p in net.parameters()]
         self.optim = torch.optim.AdamW(every, config.lr, config.betas, config.eps, config.weight_decay, fused=True)
         self.clips = (config.host_clip, config.seed_clip)
-        self.dtype = population.compute_dtype
 
     @staticmethod
     def _parts(net: nn.Module) -> list[list[nn.Parameter]]:
@@ -92,15 +94,16 @@ class Loop:
     def step(self, x: Tensor, y: Tensor) -> None:
         self.optim.zero_grad(set_to_none=True)
         for i, (net, parts) in enumerate(zip(self.nets, self.parts, strict=True)):
-            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-                loss = F.cross_entropy(net(x[:, i]), y[:, i])
+            loss = F.cross_entropy(net(x[:, i]).float(), y[:, i])
             loss.backward()
             for place, parameters in enumerate(parts):
                 nn.utils.clip_grad_norm_(parameters, self.clips[min(place, 1)])
         self.optim.step()
 
 
-def _timed(work: Callable[[], None], device: str) -> float:
+def _timed(work: Callable[[], object], device: str) -> float:
+    if device != "cpu":
+        torch.cuda.synchronize()
     started = time.perf_counter()
     work()
     if device != "cpu":
@@ -114,17 +117,16 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
     generator = torch.Generator().manual_seed(0)
     population = Population(Host(config.host), config.rows, optim=OptimConfig(lr=1e-3), device=config.device,
                             compute_dtype=DTYPES[config.dtype], compile=config.compile)
-    x = torch.randn(config.batch, config.rows, *population.host.inputs, generator=generator).to(config.device)
+    x = torch.randn(config.batch, config.rows, *population.host.inputs, generator=generator)
+    x = x.to(config.device, DTYPES[config.dtype])
     y = torch.randint(population.host.classes, (config.batch, config.rows), generator=generator).to(config.device)
-    x_typed = x.to(DTYPES[config.dtype])
-
     def epoch() -> None:
         random_topology(population, generator)
         for _ in range(config.steps):
-            population.train_step(x_typed, y)
+            population.train_step(x, y)
         population.end_epoch()
 
-    warm_up = _timed(epoch, config.device)
+    warm_up = [_timed(epoch, config.device) for _ in range(config.warm_up)]
     rates: dict[str, list[float]] = {"population": [], "loop": []}
     for number in range(1, config.rounds + 1):
         rates["population"].append(config.rows * config.batch * config.steps / _timed(epoch, config.device))
@@ -137,8 +139,25 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
     medians = {way: statistics.median(values) for way, values in rates.items()}
     return {"bench": "population", **asdict(config), "samples_per_second": medians, "rounds_samples_per_second": rates,
             "ratio": statistics.median(a / b for a, b in zip(*rates.values(), strict=True)),
-            "warm_up_seconds": warm_up,
+            "warm_up_seconds": warm_up, "structural_seconds": _structural(population, x, y, config.device),
             "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+
+
+def _structural(population: Population, x: Tensor, y: Tensor, device: str) -> dict[str, float]:
+    """What it costs to germinate and to prune a seed in every row, beside one training step of those rows."""
+    every = torch.arange(population.rows)
+    population.reset(every, every)
+    actions = torch.tensor([population.spec.defaults[head] for head in Head]).repeat(population.rows, 1)
+    actions[:, Head.BLUEPRINT] = 1 + every % (len(population.spec.blueprints) - 1)
+    seconds = {}
+    for op in (LifecycleOp.GERMINATE, LifecycleOp.PRUNE):
+        actions[:, Head.OP] = op
+        seconds[op.name.lower()] = _timed(functools.partial(population.begin_epoch, actions), device)
+        for _ in range(3):
+            population.train_step(x, y)
+        seconds["step"] = min(_timed(functools.partial(population.train_step, x, y), device) for _ in range(3))
+        population.end_epoch()
+    return seconds
 
 
 def bench_table(result: dict[str, Any]) -> Table:
@@ -151,6 +170,7 @@ def bench_table(result: dict[str, Any]) -> Table:
     table.add_row("loop of modules", str(result["loop_rows"] or result["rows"]), f"{rates['loop']:,.0f}")
     table.add_section()
     table.add_row("ratio", "", f"{result['ratio']:.1f}x")
+    table.caption = "all rows: " + ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in result["structural_seconds"].items())
     return table
 
 

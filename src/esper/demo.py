@@ -99,6 +99,6 @@ def run(config: Demo, console: Console) -> None:
     path.write_text(growth_svg(frames, population.spec.blueprints, f"{config.rows} growing hosts, {config.epochs} epochs"))
     console.print(f"{born} seeds germinated, {kept} fossilized, {pruned} pruned; mean loss {losses[0]:.2f} -> {losses[-1]:.2f}")
     console.print("Training 32 hosts with three seeds each, as a population and as a loop of modules ...")
-    result = run_population_bench(PopulationBench(rows=32, rounds=3, steps=10), lambda line: None)
+    result = run_population_bench(PopulationBench(rows=32, rounds=3, steps=10, warm_up=1), lambda line: None)
     console.print(bench_table(result))
     console.print(f"Picture: {path}\nNext: esper bench population --help, or docs/architecture.md")

@@ -38,6 +38,7 @@ class SlotRows:
     """Which rows of a pass each group of seeds serves, and which of them are not plain sums."""
 
     groups: list[Tensor]  # [G] each, distinct rows
+    padding: list[int]  # further copies each group runs with, so that shapes recur from epoch to epoch
     products: Tensor  # rows whose style is MULTIPLY
     gates: Tensor  # rows whose style is GATE
     total: int
@@ -48,13 +49,15 @@ class SlotRows:
         # Position of each row among the concatenated groups; rows of no group read a row of zeros behind them.
         self.inverse = torch.full((self.total,), len(order), device=order.device)
         self.inverse[order] = torch.arange(len(order), device=order.device)
+        self._padded = [torch.cat([rows, rows[:1].expand(extra)]) for rows, extra in zip(self.groups, self.padding, strict=True)]
 
     def gather(self, h: Tensor) -> tuple[Tensor, ...]:
-        return tuple(h.index_select(row_dim(h), rows) for rows in self.groups)
+        return tuple(h.index_select(row_dim(h), rows) for rows in self._padded)
 
     def scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """The groups' rows at their places, zeros elsewhere."""
+        """The groups' rows at their places, zeros elsewhere; what padding computed is dropped."""
         dim = row_dim(parts[0])
+        parts = [part.narrow(dim, 0, len(rows)) for part, rows in zip(parts, self.groups, strict=True)]
         shape = list(parts[0].shape)
         shape[dim] = self.total
         if parts[0].is_cuda:

@@ -64,7 +64,7 @@ def _adamw(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
     seg.first.lerp_(grad, 1 - beta1)
     seg.second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     steps = seg.steps.to(grad.dtype)
-    root, eps = seg.second.sqrt(), grad.new_tensor(config.eps)
+    root, eps = seg.second.sqrt(), torch.full((), config.eps, dtype=grad.dtype, device=grad.device)
     for view, unbias in zip(seg.views(root), seg.columns((1 - beta2**steps).rsqrt()), strict=True):
         torch.addcmul(eps, view, unbias, out=view)
     change = torch.div(seg.first, root, out=root)

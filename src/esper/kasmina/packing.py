@@ -9,6 +9,7 @@ run with which seeds at which alpha; its seeds are wired to the pack once and us
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from esper.kasmina.blending import Blend, Gather, SlotRows, StraightThrough
@@ -129,8 +130,10 @@ class SlotWiring:
         self.alpha = alpha.to(device, dtype)
         rows = torch.cat([use.rows for use in uses]) if uses else torch.empty(0, dtype=torch.int64)
         gates = torch.cat([use.rows[use.gated] for use in uses]) if uses else rows
-        self.rows = SlotRows([use.rows.to(device) for use in uses], rows[style[rows] == Style.MULTIPLY].to(device),
-                             gates.to(device), len(alpha))
+        # A new shape costs cuDNN a new plan, tens of milliseconds; sizes in steps of eight recur soon.
+        self.padding = [-len(use.rows) % 8 if device.type == "cuda" else 0 for use in uses]
+        self.rows = SlotRows([use.rows.to(device) for use in uses], self.padding,
+                             rows[style[rows] == Style.MULTIPLY].to(device), gates.to(device), len(alpha))
         for use in uses:
             use.pick = None if use.pick is None else use.pick.to(device)
             use.gated = use.gated.to(device)
@@ -138,7 +141,9 @@ class SlotWiring:
     def __call__(self, h: Tensor, flats: list[Tensor]) -> Tensor:
         if not self.uses:
             return h
-        weights, tails = zip(*(use.prototype.layout.split(use.weights(flats)) for use in self.uses), strict=True)
+        flat = [F.pad(use.weights(flats), (0, 0, 0, extra)) if extra else use.weights(flats)
+                for use, extra in zip(self.uses, self.padding, strict=True)]
+        weights, tails = zip(*(use.prototype.layout.split(w) for use, w in zip(self.uses, flat, strict=True)), strict=True)
         inputs = Gather.apply(h, self.rows)
         outputs = [use.prototype(w, x) for use, w, x in zip(self.uses, weights, inputs, strict=True)]
         gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]

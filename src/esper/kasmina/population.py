@@ -66,13 +66,16 @@ class Population:
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
         """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers."""
         self._flush()
-        alive, trainable = self.host.masks(impairments or Impairments.none(len(rows), self.host.stages))
         self.keys[rows] = keys
         self.life.clear(rows)
         where = rows.to(self.device)
         for bank in self.banks:
             bank.write(where)
-        self.banks[0].write(where, self.host.fresh(keys.to(self.device)) * alive.to(self.device))
+        weights, trainable = self.host.fresh(keys.to(self.device)), torch.ones(1)
+        if impairments is not None:
+            alive, trainable = self.host.masks(impairments)
+            weights *= alive.to(self.device)
+        self.banks[0].write(where, weights)
         self.trainable[where] = trainable.to(self.trainable)
 
     def begin_epoch(self, actions: Tensor) -> None:

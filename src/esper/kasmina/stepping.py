@@ -1,7 +1,6 @@
 """One training step of a pack: forward, gradient, clip, update. On CUDA it becomes a graph that is replayed."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ class Stepper:
         self._inputs[1].copy_(y)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, pool=_graph_pool()):
+            with torch.cuda.graph(self._graph, pool=_anchor(x.device).pool()):
                 self._losses = self._step(*self._inputs)
         self._graph.replay()
         assert self._losses is not None
@@ -62,7 +61,7 @@ class Stepper:
     def _warm_up(self) -> Tensor:
         """The first step runs eagerly on a side stream, as capture wants it; it counts like any other."""
         assert self._inputs is not None
-        stream = torch.cuda.Stream()
+        stream = _side_stream(self._inputs[0].device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             losses = self._step(*self._inputs)
@@ -71,6 +70,15 @@ class Stepper:
 
 
 @functools.cache
-def _graph_pool() -> Any:
-    """One memory pool for all graphs, so that memory does not grow with epochs."""
-    return torch.cuda.graph_pool_handle()
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Always the same one: the allocator keeps memory per stream."""
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _anchor(device: torch.device) -> torch.cuda.CUDAGraph:
+    """A graph that is never dropped: while it lives, its memory pool serves every later graph, so memory does not grow."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.zeros(1, device=device)
+    return graph
