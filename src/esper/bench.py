@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from esper.kasmina import Host, OptimConfig, Population
 from esper.leyline import EsperError, Head, LifecycleOp, Style
@@ -139,25 +140,26 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
     medians = {way: statistics.median(values) for way, values in rates.items()}
     return {"bench": "population", **asdict(config), "samples_per_second": medians, "rounds_samples_per_second": rates,
             "ratio": statistics.median(a / b for a, b in zip(*rates.values(), strict=True)),
-            "warm_up_seconds": warm_up, "structural_seconds": _structural(population, x, y, config.device),
+            "warm_up_seconds": warm_up, "compiled_variants": counters["stats"]["unique_graphs"], "structural_seconds": _structural(population, x, y, config.device),
             "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
 
 
 def _structural(population: Population, x: Tensor, y: Tensor, device: str) -> dict[str, float]:
     """What it costs to germinate and to prune a seed in every row, beside one training step of those rows."""
     every = torch.arange(population.rows)
-    population.reset(every, every)
     actions = torch.tensor([population.spec.defaults[head] for head in Head]).repeat(population.rows, 1)
     actions[:, Head.BLUEPRINT] = 1 + every % (len(population.spec.blueprints) - 1)
-    seconds = {}
-    for op in (LifecycleOp.GERMINATE, LifecycleOp.PRUNE):
-        actions[:, Head.OP] = op
-        seconds[op.name.lower()] = _timed(functools.partial(population.begin_epoch, actions), device)
-        for _ in range(3):
-            population.train_step(x, y)
-        seconds["step"] = min(_timed(functools.partial(population.train_step, x, y), device) for _ in range(3))
-        population.end_epoch()
-    return seconds
+    seconds: dict[str, list[float]] = {"germinate": [], "step": [], "prune": []}
+    for _ in range(4):  # the first time is a rehearsal
+        population.reset(every, every)
+        for op in (LifecycleOp.GERMINATE, LifecycleOp.PRUNE):
+            actions[:, Head.OP] = op
+            seconds[op.name.lower()].append(_timed(functools.partial(population.begin_epoch, actions), device))
+            if op is LifecycleOp.GERMINATE:
+                steps = [_timed(functools.partial(population.train_step, x, y), device) for _ in range(4)]
+                seconds["step"].append(statistics.median(steps[2:]))
+            population.end_epoch()
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def bench_table(result: dict[str, Any]) -> Table:

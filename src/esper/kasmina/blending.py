@@ -39,12 +39,13 @@ class SlotRows:
 
     groups: list[Tensor]  # [G] each, distinct rows
     padding: list[int]  # further copies each group runs with, so that shapes recur from epoch to epoch
-    products: Tensor  # rows whose style is MULTIPLY
-    gates: Tensor  # rows whose style is GATE
+    special: Tensor  # rows that are not plain sums: first those whose style is MULTIPLY, then the gated ones
+    products: int
+    """How many of the special rows are products."""
     total: int
 
     def __post_init__(self) -> None:
-        order = torch.cat(self.groups) if self.groups else self.products
+        order = torch.cat(self.groups) if self.groups else self.special
         self.covered = len(order) == self.total
         # Position of each row among the concatenated groups; rows of no group read a row of zeros behind them.
         self.inverse = torch.full((self.total,), len(order), device=order.device)
@@ -53,6 +54,11 @@ class SlotRows:
 
     def gather(self, h: Tensor) -> tuple[Tensor, ...]:
         return tuple(h.index_select(row_dim(h), rows) for rows in self._padded)
+
+    def divide(self, special: Tensor) -> tuple[Tensor, Tensor]:
+        """(products, gated ones) as views of the special rows."""
+        dim = row_dim(special)
+        return special.narrow(dim, 0, self.products), special.narrow(dim, self.products, len(self.special) - self.products)
 
     def scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The groups' rows at their places, zeros elsewhere; what padding computed is dropped."""
@@ -85,50 +91,56 @@ class Gather(torch.autograd.Function):
 class Blend(torch.autograd.Function):
     """h + alpha * d(h, s) for the rows of every group; other rows pass through untouched.
 
-    d is s; h * tanh(s) in the rows `products`; and g * s in the rows `gates`, where the gate g in (0, 1) is one number
-    per row and sample, from h's channel means and `gate_weights` [g, C + 1]. `outputs` are the groups' s.
+    d is s, or h * tanh(s) for products, or g * s for gated rows, where the gate g in (0, 1) is one number per row and
+    sample, from h's channel means and `gate_weights` [gated, C + 1]. `outputs` are the groups' s.
     Written by hand because plain autograd would pass over h four more times.
     """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, alpha: Tensor, rows: SlotRows, gate_weights: Tensor, *outputs: Tensor) -> Tensor:
-        dim, products, gates = row_dim(h), rows.products, rows.gates
+        dim = row_dim(h)
         delta = rows.scatter(outputs)
-        factor = means = gate = gated = h.new_empty(0)
-        if len(products):
-            factor = delta.index_select(dim, products).tanh_()
-            delta.index_copy_(dim, products, factor * h.index_select(dim, products))
-        strength = _leading(alpha, h)
-        if len(gates):
-            means = _channel_means(h.index_select(dim, gates))
-            weight, bias = _leading(gate_weights[:, :-1], h), _leading(gate_weights[:, -1], h)
-            gate = torch.sigmoid((means * weight).sum(2) + bias)
-            strength = strength.expand(h.shape[:2]).index_copy(dim, gates, strength.index_select(dim, gates) * gate)
-            gated = delta.index_select(dim, gates)
+        strength = _spread(_leading(alpha, h), h)
+        saved = [strength]
+        if len(rows.special):
+            special, inputs = delta.index_select(dim, rows.special), h.index_select(dim, rows.special)
+            product, gated = rows.divide(special)
+            h_product, h_gated = rows.divide(inputs)
+            factor, seed = product.tanh(), gated.clone()
+            means = h_gated if h.dim() == 3 else h_gated.flatten(3).mean(3)
+            score = (means * _leading(gate_weights[:, :-1], h)).sum(2) + _leading(gate_weights[:, -1], h)
+            gate = _spread(torch.sigmoid(score), h)
+            torch.mul(factor, h_product, out=product)
+            gated.mul_(gate)
+            delta.index_copy_(dim, rows.special, special)
+            saved += [gate_weights, h_product, factor, means, seed, gate]
         ctx.rows = rows
-        ctx.save_for_backward(h, alpha, strength, factor, gate_weights, means, gate, gated)
-        return torch.addcmul(h, delta, _spread(strength, h))
+        ctx.save_for_backward(*saved)
+        return torch.addcmul(h, delta, strength)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        h, alpha, strength, factor, gate_weights, means, gate, gated = ctx.saved_tensors
-        dim, products, gates = row_dim(h), ctx.rows.products, ctx.rows.gates
-        through = grad * _spread(strength, h)
-        grad_h = grad.clone() if len(products) or len(gates) else grad
-        grad_gate = None
-        if len(products):
-            part = through.index_select(dim, products)
-            grad_h.index_copy_(dim, products, torch.addcmul(grad.index_select(dim, products), part, factor))
-            through.index_copy_(dim, products, part.mul_(h.index_select(dim, products)).mul_(1 - factor * factor))
-        if len(gates):
-            along = (grad.index_select(dim, gates) * gated).flatten(2).sum(2)
-            score = along * _leading(alpha, h).index_select(dim, gates) * gate * (1 - gate)  # d loss / d (means . w + b)
-            batch = 1 - dim
-            grad_gate = torch.cat([(score.unsqueeze(2) * means).sum(batch), score.sum(batch).unsqueeze(1)], 1)
-            per_channel = score.unsqueeze(2) * _leading(gate_weights[:, :-1], h) / math.prod(h.shape[3:])
-            part = grad_h.index_select(dim, gates).add_(per_channel.reshape(*per_channel.shape, *[1] * (h.dim() - 3)))
-            grad_h.index_copy_(dim, gates, part)
-        return (grad_h, None, None, grad_gate, *ctx.rows.gather(through))
+        strength, *saved = ctx.saved_tensors
+        rows, dim = ctx.rows, row_dim(grad)
+        through = grad * strength  # d loss / d delta
+        if not saved:
+            return (grad, None, None, None, *rows.gather(through))
+        gate_weights, h_product, factor, means, seed, gate = saved
+        special = through.index_select(dim, rows.special)
+        product, gated = rows.divide(special)
+        to_h = torch.empty_like(special)  # what the special rows send to h beside the identity
+        h_from_product, h_from_gate = rows.divide(to_h)
+        torch.mul(product, factor, out=h_from_product)
+        product.mul_(h_product).mul_(1 - factor * factor)
+        slope = (gate * (1 - gate)).flatten(2).squeeze(2)
+        score = (gated * seed).flatten(2).sum(2) * slope  # d loss / d (means . w + b)
+        grad_gate = torch.cat([(score.unsqueeze(2) * means).sum(1 - dim), score.sum(1 - dim).unsqueeze(1)], 1)
+        per_channel = score.unsqueeze(2) * _leading(gate_weights[:, :-1], grad) / math.prod(grad.shape[3:])
+        h_from_gate.copy_(per_channel.reshape(*per_channel.shape, *[1] * (grad.dim() - 3)))
+        gated.mul_(gate)
+        through.index_copy_(dim, rows.special, special)
+        grad_h = grad.index_add(dim, rows.special, to_h)  # distinct rows: nothing is added twice
+        return (grad_h, None, None, grad_gate, *rows.gather(through))
 
 
 class StraightThrough(torch.autograd.Function):
@@ -150,10 +162,6 @@ def _leading(values: Tensor, h: Tensor) -> Tensor:
 
 def _spread(strength: Tensor, h: Tensor) -> Tensor:
     return strength.reshape(*strength.shape, *[1] * (h.dim() - 2))
-
-
-def _channel_means(h: Tensor) -> Tensor:
-    return h if h.dim() == 3 else h.flatten(3).mean(3)
 
 
 class Graft(nn.Module):

@@ -49,6 +49,9 @@ class Segments:
     trainable: Tensor | None
     """[G, P] of the first part (the hosts): 0 where an impairment froze or removed a weight."""
 
+    def __post_init__(self) -> None:
+        self.theta_views = self.views(self.theta)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """One [G, P] view per part of a vector laid out like theta."""
         parts = flat.split([count * size for count, size in self.shapes])
@@ -69,15 +72,15 @@ def _adamw(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
         torch.addcmul(eps, view, unbias, out=view)
     change = torch.div(seg.first, root, out=root)
     if config.weight_decay:
-        for theta, shrink in zip(seg.views(seg.theta), seg.columns(1 - seg.lr * seg.decay), strict=True):
+        for theta, shrink in zip(seg.theta_views, seg.columns(1 - seg.lr * seg.decay), strict=True):
             theta.mul_(shrink)
-    for theta, view, step in zip(seg.views(seg.theta), seg.views(change), seg.columns(-seg.lr / (1 - beta1**steps)), strict=True):
+    for theta, view, step in zip(seg.theta_views, seg.views(change), seg.columns(-seg.lr / (1 - beta1**steps)), strict=True):
         theta.addcmul_(view, step)
 
 
 def _sgd(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
     seg.first.mul_(config.momentum).add_(grad)
-    views = zip(seg.views(seg.theta), seg.views(seg.first), seg.columns(seg.decay), seg.columns(-seg.lr), strict=True)
+    views = zip(seg.theta_views, seg.views(seg.first), seg.columns(seg.decay), seg.columns(-seg.lr), strict=True)
     for theta, first, decay, step in views:
         first.addcmul_(theta, decay)
         theta.addcmul_(first, step)
@@ -89,13 +92,13 @@ UPDATES = {"adamw": _adamw, "sgd": _sgd}
 @torch.no_grad()
 def update(config: OptimConfig, seg: Segments, grad: Tensor) -> Tensor:
     """Clip `grad` [T] in place, step and write weights and moments; returns the gradient norms [K] before clipping."""
-    hosts = seg.views(seg.theta)[0]
-    before = None
+    hosts, before = seg.theta_views[0], None
+    grads = seg.views(grad)
     if seg.trainable is not None:
-        seg.views(grad)[0].mul_(seg.trainable)
+        grads[0].mul_(seg.trainable)
         before = hosts.clone()
-    norms = torch.cat([torch.linalg.vector_norm(view, dim=1) for view in seg.views(grad)])
-    for view, scale in zip(seg.views(grad), seg.columns((seg.clip / (norms + 1e-6)).clamp(max=1.0)), strict=True):
+    norms = torch.cat([torch.linalg.vector_norm(view, dim=1) for view in grads])
+    for view, scale in zip(grads, seg.columns((seg.clip / (norms + 1e-6)).clamp(max=1.0)), strict=True):
         view.mul_(scale)
     seg.steps += 1
     UPDATES[config.kind](config, seg, grad)

@@ -132,8 +132,9 @@ class SlotWiring:
         gates = torch.cat([use.rows[use.gated] for use in uses]) if uses else rows
         # A new shape costs cuDNN a new plan, tens of milliseconds; sizes in steps of eight recur soon.
         self.padding = [-len(use.rows) % 8 if device.type == "cuda" else 0 for use in uses]
-        self.rows = SlotRows([use.rows.to(device) for use in uses], self.padding,
-                             rows[style[rows] == Style.MULTIPLY].to(device), gates.to(device), len(alpha))
+        products = rows[style[rows] == Style.MULTIPLY]
+        self.rows = SlotRows([use.rows.to(device) for use in uses], self.padding, torch.cat([products, gates]).to(device),
+                             len(products), len(alpha))
         for use in uses:
             use.pick = None if use.pick is None else use.pick.to(device)
             use.gated = use.gated.to(device)
@@ -147,7 +148,7 @@ class SlotWiring:
         inputs = Gather.apply(h, self.rows)
         outputs = [use.prototype(w, x) for use, w, x in zip(self.uses, weights, inputs, strict=True)]
         gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
-        gate_weights = torch.cat(gates) if gates else h.new_empty(0)
+        gate_weights = torch.cat(gates) if gates else h.new_empty(0, self.uses[0].prototype.shape.channels + 1)
         blended: Tensor = Blend.apply(h, self.alpha, self.rows, gate_weights, *outputs)
         return blended
 

@@ -1,0 +1,49 @@
+"""Measures the published figures of `esper bench population` and writes them to benchmarks/results/.
+
+    python benchmarks/population.py --commit "$(git rev-parse --short HEAD)"
+
+Runs what the machine has: CPU hosts always, the H200 figures when CUDA is there. Needs torch and rich, not the command.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from esper.bench import PopulationBench, run_population_bench
+
+CPU = [PopulationBench(host="conv1d"), PopulationBench(host="mlp")]
+CUDA = [
+    PopulationBench(host="cnn", rows=256, loop_rows=64, batch=128, device="cuda", dtype="bfloat16", compile=True),
+    PopulationBench(host="cnn", rows=256, loop_rows=64, batch=128, device="cuda", dtype="bfloat16"),
+    PopulationBench(host="conv1d", rows=256, loop_rows=64, device="cuda"),
+]
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", required=True, help="commit that is measured")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    for config in CUDA if torch.cuda.is_available() else CPU:
+        result = run_population_bench(config, print)
+        result |= {"date": datetime.date.today().isoformat(), "commit": options.commit, "hardware": hardware(config.device)}
+        name = "-".join([config.host, config.device, config.dtype, *["compiled"] * config.compile])
+        path = options.out / f"population-{name}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{path}: {result['ratio']:.1f}x, {result['samples_per_second']}, {result['structural_seconds']}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
