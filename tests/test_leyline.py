@@ -12,6 +12,7 @@ from esper.leyline import (
     SeedStage,
     SlotConfig,
     SlotShape,
+    Style,
     check_transitions,
     relevance_table,
 )
@@ -60,6 +61,20 @@ def test_presets() -> None:
     assert compact.sizes == (4, 3, 2, 3)
     assert compact.auto_advance
     assert not full.auto_advance
+
+
+def test_actions_are_said_in_words() -> None:
+    full, compact = ActionSpec.full(3, ("noop", "norm")), ActionSpec.compact(3, ("noop", "norm"))
+    words = full.action(Op.GERMINATE, slot=2, blueprint="norm", style=Style.GATE, tempo=8, alpha_target=0.7)
+    assert words == (1, 2, 1, 2, 2, 1, 0, 0)
+    assert full.action(Op.PRUNE, slot=1, alpha_speed=5)[Head.ALPHA_SPEED] == 2
+    assert compact.action(Op.FOSSILIZE, slot=1) == (3, 1, 0, 0)
+    with pytest.raises(EsperError, match=r"tempo cannot be 4; choose from 3, 5, 8"):
+        full.action(Op.GERMINATE, tempo=4)
+    with pytest.raises(EsperError, match="no head 'tempo'"):
+        compact.action(Op.GERMINATE, tempo=3)
+    with pytest.raises(EsperError, match="no ADVANCE"):
+        compact.action(Op.ADVANCE)
 
 
 def test_a_spec_in_which_nothing_could_blend_is_refused() -> None:

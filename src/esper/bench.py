@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from esper.kasmina import Host, OptimConfig, Population
 from esper.leyline import EsperError, Head, LifecycleOp, Style
@@ -137,17 +136,31 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
         seconds = _timed(functools.partial(loop.run, x, y, config.steps), config.device)
         rates["loop"].append(loop_rows * config.batch * config.steps / seconds)
         report(f"round {number}: population {rates['population'][-1]:,.0f} samples/s, loop {rates['loop'][-1]:,.0f}")
-    medians = {way: statistics.median(values) for way, values in rates.items()}
-    return {"bench": "population", **asdict(config), "samples_per_second": medians, "rounds_samples_per_second": rates,
-            "ratio": statistics.median(a / b for a, b in zip(*rates.values(), strict=True)),
-            "warm_up_seconds": warm_up, "compiled_variants": counters["stats"]["unique_graphs"], "structural_seconds": _structural(population, x, y, config.device),
-            "torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    return {
+        "bench": "population",
+        **asdict(config),
+        "samples_per_second": {way: statistics.median(values) for way, values in rates.items()},
+        "rounds_samples_per_second": rates,
+        "ratio": statistics.median(a / b for a, b in zip(*rates.values(), strict=True)),
+        "structural_seconds": _structural(population, x, y, config.device),
+        "warm_up_seconds": warm_up,
+        "compiled_variants": _compiled_variants() if config.compile else 0,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _compiled_variants() -> int:
+    from torch._dynamo.utils import counters  # slow to import, and only there once something was compiled
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def _structural(population: Population, x: Tensor, y: Tensor, device: str) -> dict[str, float]:
     """What it costs to germinate and to prune a seed in every row, beside one training step of those rows."""
     every = torch.arange(population.rows)
-    actions = torch.tensor([population.spec.defaults[head] for head in Head]).repeat(population.rows, 1)
+    actions = torch.tensor([population.spec.action(LifecycleOp.WAIT)]).repeat(population.rows, 1)
     actions[:, Head.BLUEPRINT] = 1 + every % (len(population.spec.blueprints) - 1)
     seconds: dict[str, list[float]] = {"germinate": [], "step": [], "prune": []}
     for _ in range(4):  # the first time is a rehearsal

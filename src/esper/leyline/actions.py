@@ -124,6 +124,36 @@ class ActionSpec:
         ops = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)
         return cls(slots, tuple(blueprints), (Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE), ops, auto_advance=True)
 
+    def action(self, op: LifecycleOp, **values: object) -> tuple[int, ...]:
+        """One action in the order of `heads`, from what the heads mean: action(GERMINATE, slot=1, blueprint="norm", tempo=5)."""
+        indices = dict(self.defaults)
+        for name, value in values.items():
+            known = {head.name.lower(): head for head in self.heads if head is not Head.OP}
+            if name not in known:
+                raise EsperError(f"no head {name!r} to choose; there are {', '.join(known)}")
+            choices = self.choices[known[name]]
+            if value not in choices:
+                raise EsperError(f"{name} cannot be {value!r}; choose from {', '.join(map(str, choices))}")
+            indices[known[name]] = choices.index(value)
+        if op not in self.ops:
+            raise EsperError(f"this spec has no {op.name}; its ops are {', '.join(o.name for o in self.ops)}")
+        indices[Head.OP] = self.ops.index(op)
+        return tuple(indices[head] for head in self.heads)
+
+    @property
+    def choices(self) -> Mapping[Head, Sequence[object]]:
+        """What the indices of every head mean."""
+        return {
+            Head.OP: tuple(LifecycleOp),
+            Head.SLOT: range(self.slots),
+            Head.BLUEPRINT: self.blueprints,
+            Head.STYLE: tuple(Style),
+            Head.TEMPO: TEMPOS,
+            Head.ALPHA_TARGET: ALPHA_TARGETS,
+            Head.ALPHA_SPEED: ALPHA_SPEEDS,
+            Head.ALPHA_CURVE: tuple(AlphaCurve),
+        }
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of choices of each head, in the order of `heads`."""
@@ -132,13 +162,4 @@ class ActionSpec:
     @property
     def head_sizes(self) -> Mapping[Head, int]:
         """Number of choices of every head of the full action, chosen by this spec or not."""
-        return {
-            Head.OP: len(LifecycleOp),
-            Head.SLOT: self.slots,
-            Head.BLUEPRINT: len(self.blueprints),
-            Head.STYLE: len(Style),
-            Head.TEMPO: len(TEMPOS),
-            Head.ALPHA_TARGET: len(ALPHA_TARGETS),
-            Head.ALPHA_SPEED: len(ALPHA_SPEEDS),
-            Head.ALPHA_CURVE: len(AlphaCurve),
-        }
+        return {head: len(choices) for head, choices in self.choices.items()}

@@ -1,0 +1,25 @@
+"""What the README says must run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_readme_code_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    code = "\n".join(blocks) + "\nassert not torch.equal(logits, without) and network is not None\n"
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, check=True, env=one_thread)
+    assert (tmp_path / "population.safetensors").stat().st_size > 1000
+
+
+def test_readme_names_only_make_targets_that_exist() -> None:
+    makefile = (README.parent / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", README.read_text(), re.MULTILINE)
+    assert targets
+    assert all(f"\n{target}:" in makefile for target in targets)
