@@ -44,12 +44,7 @@ def shapes(kind: str) -> tuple[SlotShape, ...]:
 
 def newborn(kind: str, name: str, style: Style, shape: SlotShape) -> Graft:
     prototype = find_blueprint(kind, name).prototype(shape)
-    graft = Graft(prototype.blueprint.build(shape), style, 1.0, shape.channels)
-    prototype.layout.load(graft.seed, prototype.fresh(torch.tensor([7]))[0])
-    if graft.gate is not None:
-        nn.init.zeros_(graft.gate.weight)
-        nn.init.zeros_(graft.gate.bias)
-    return graft
+    return Graft(prototype.plain(prototype.fresh(torch.tensor([7]))[0]), style, 1.0, torch.zeros(prototype.gate_size))
 
 
 @pytest.mark.parametrize(("kind", "name", "style"), EVERY)
@@ -157,7 +152,51 @@ def test_user_module_is_born_from_its_own_constructor() -> None:
     assert not torch.equal(seed.body.mix.weight, population.graft(2, 0).seed.body.mix.weight)
 
 
+class Attend(nn.Module):
+    """Attention along the length, residual-free."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(channels, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.transpose(1, 2)
+        out: Tensor = self.attention(rows, rows, rows, need_weights=False)[0]
+        return out.transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("build", [
+    Attend,
+    lambda c: nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(c, c), nn.Unflatten(1, (c, 1)), nn.Upsample(8)),
+    lambda c: nn.Sequential(nn.Conv1d(c, 2 * c, 3, padding=2, dilation=2, padding_mode="circular"), nn.GLU(dim=1)),
+    lambda c: nn.Sequential(nn.GroupNorm(2, c), nn.Conv1d(c, c, 5, padding="same", groups=2), nn.LayerNorm(8)),
+    lambda c: nn.Sequential(nn.InstanceNorm1d(c), nn.utils.weight_norm(nn.Conv1d(c, c, 1)), nn.Softmax(dim=1)),
+    lambda c: nn.Sequential(nn.Conv1d(c, c, 1, padding=1), nn.Conv1d(c, c, 3), nn.GLU(dim=2), nn.Upsample(8)),
+])
+def test_user_modules_of_many_kinds_equal_themselves(build: object, device: str) -> None:
+    """Trained as four copies with batch 4, so that a mix-up of rows and samples could not raise, only be wrong."""
+    register_blueprint("theirs", build, ("conv1d",))
+    try:
+        population = Population(Host("conv1d", (2, 16), (4,)), 4, dtype=torch.float64, device=device)
+        number = population.spec.blueprints.index("theirs")
+        population.install(torch.arange(4), torch.full((4, 1), number), torch.zeros(4, 1), torch.ones(4, 1))
+        x, y = torch.randn(4, 4, 2, 16, dtype=torch.float64, device=device), torch.randint(10, (4, 4), device=device)
+        for _ in range(4):
+            population.train_step(x, y)
+        logits = population.forward(x)
+        for row in range(4):
+            net = population.extract(row)
+            assert float(net.grafts[0].delta(net.stages[0](x[:, row])).detach().abs().max()) > 0
+            torch.testing.assert_close(net(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-9)
+    finally:
+        del BLUEPRINTS["conv1d", "theirs"]
+
+
 @pytest.mark.parametrize(("build", "word"), [
+    (lambda c: nn.Sequential(nn.Linear(c, c), nn.SiLU(inplace=True)), "in place"),
+    (lambda c: nn.Linear(c, c).requires_grad_(False), "frozen"),
+    (lambda c: nn.Linear(c, 2 * c), "keep its input's shape"),
     (lambda c: nn.BatchNorm1d(c), "buffers"),
     (lambda c: nn.Sequential(nn.Dropout(0.1), nn.Linear(c, c)), "dropout"),
     (lambda c: nn.Sequential(*[nn.Linear(c, c)] * 2), "two names"),
@@ -175,6 +214,7 @@ def test_registry_refuses_strangers() -> None:
     with pytest.raises(EsperError, match="already"):
         register_blueprint("norm", Squash, ("mlp",))
     with pytest.raises(EsperError, match="no host kind"):
-        register_blueprint("mine", Squash, ("transformer",))
+        register_blueprint("mine", Squash, ("mlp", "transformer"))
+    assert "mine" not in blueprints_for("mlp")
     with pytest.raises(EsperError, match="there are noop"):
         find_blueprint("mlp", "conv_heavy")

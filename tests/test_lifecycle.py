@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from esper.demo import random_actions
 from esper.kasmina import Host, Lifecycle, Population
@@ -252,8 +252,14 @@ class LifecycleMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.life = Lifecycle(3, SPEC, GateConfig(embargo=0))
-        self.open = False
 
+    @rule()
+    def out_of_turn(self) -> None:
+        turn = self.life.end_epoch if not self.life.open else lambda: self.life.begin_epoch(action().repeat(3, 1))
+        with pytest.raises(EsperError, match="begin_epoch"):
+            turn()
+
+    @precondition(lambda self: not self.life.open)
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
         sizes = [SPEC.head_sizes[head] for head in Head]
@@ -264,12 +270,14 @@ class LifecycleMachine(RuleBasedStateMachine):
         except InvalidStateMachineError:
             assert all(torch.equal(tensor, before[name]) for name, tensor in self.life.fields())
 
+    @precondition(lambda self: not self.life.open)
     @rule(seed=st.integers(0, 10**6))
     def live(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         holder = type("Holder", (), {"life": self.life, "spec": SPEC})()
         self.life.begin_epoch(random_actions(holder, generator))
 
+    @precondition(lambda self: self.life.open)
     @rule(known=st.booleans())
     def end(self, known: bool) -> None:
         self.life.healthy = self.life.planted

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from esper.demo import random_actions
 from esper.kasmina import HOSTS, Host, Impairments, OptimConfig, Population
 from esper.kasmina.keys import mix, uniform
-from esper.leyline import ActionSpec, EsperError, GateConfig, StateFormatError
+from esper.leyline import ActionSpec, EsperError, GateConfig, LifecycleOp, StateFormatError
 from tests.reference import batch, known_contributions, small_hosts
 
 ALL = torch.arange(6)
@@ -180,9 +180,71 @@ def test_learning_rates_are_per_row_and_place() -> None:
     population.train_step(x, y)
     population.set_lr(rates)  # takes effect in the middle of an epoch
     population.train_step(x, y)
-    population.end_epoch()
+    population.snapshot(ALL)
     changed = torch.stack([(bank.weights != old).any(1) for bank, old in zip(population.banks, before, strict=True)], 1)
     assert torch.equal(changed, rates > 0)
+
+
+def test_decay_is_per_row() -> None:
+    population, plain = small(), small()
+    decay = torch.zeros(6, 4)
+    decay[1] = 0.5
+    population.set_decay(decay)
+    for one in (population, plain):
+        one.train_step(*batch(one, 4, torch.Generator().manual_seed(0)))
+    differs = (population.snapshot(ALL)["bank.0.weights"] != plain.snapshot(ALL)["bank.0.weights"]).any(1)
+    assert differs.tolist() == [False, True, False, False, False, False]
+
+
+def test_one_channel_hosts_differ_by_key_too() -> None:
+    weights = Population(Host("mlp", (1,), (1,)), 5).banks[0].weights
+    assert len(torch.unique(weights[:, 0])) == 5
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    before = torch.random.get_rng_state()
+    population = small("cnn")
+    live(population, 4, 1)
+    population.extract(0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_errors_write_nothing() -> None:
+    population = small("mlp")
+    live(population, 5, 1)
+    before = population.snapshot(ALL)
+    impaired = Impairments.none(6, 3)
+    impaired.one_tap[0, 0] = True
+    with pytest.raises(EsperError, match="no taps"):
+        population.reset(ALL, ALL, impaired)
+    with pytest.raises(StateFormatError, match="nothing was restored"):
+        population.restore(ALL, {name: t + 1 for name, t in before.items() if name != "life.alpha"})
+    assert_same(population.snapshot(ALL), before)
+
+
+def test_a_step_that_fails_is_no_evidence_of_health() -> None:
+    population = small("mlp")
+    population.begin_epoch(torch.tensor([population.spec.action(LifecycleOp.GERMINATE, blueprint="glu")] * 6))
+    x, y = batch(population, 4, torch.Generator().manual_seed(0))
+    with pytest.raises((IndexError, RuntimeError)):
+        population.train_step(x, y + 100)
+    population.end_epoch()
+    assert not bool(population.life.healthy.any())
+
+
+def test_a_seed_that_broke_once_is_not_healthy_this_epoch() -> None:
+    population = small("mlp")
+    population.begin_epoch(torch.tensor([population.spec.action(LifecycleOp.GERMINATE, blueprint="glu")] * 6))
+    x, y = batch(population, 4, torch.Generator().manual_seed(0))
+    saved = population.snapshot(torch.tensor([2]))
+    population.banks[1].weights[2] = float("nan")
+    population.train_step(x, y)
+    population.banks[1].weights[2] = saved["bank.1.weights"]
+    population._flush()
+    population.banks[1].weights[2] = saved["bank.1.weights"]  # repaired within the epoch
+    population.train_step(x, y)
+    population.end_epoch()
+    assert population.life.healthy[:, 0].tolist() == [True, True, False, True, True, True]
 
 
 def test_seeds_help_a_host_that_cannot_learn_alone() -> None:
@@ -221,6 +283,16 @@ def test_costs_of_empty_slots_are_zero() -> None:
     (lambda: OptimConfig("adam"), "adamw, sgd"),
     (lambda: small().graft(0, 0), "holds no seed"),
     (lambda: small().begin_epoch(torch.zeros(2, 8, dtype=torch.int64)), r"expected \[6, 8\]"),
+    (lambda: small().begin_epoch(torch.full((6, 8), -1)), r"op -1 is outside 0\.\.5"),
+    (lambda: small().end_epoch(), "no epoch has begun"),
+    (lambda: small().train_step(torch.zeros(4, 6, 2, 16), torch.zeros(4, 1, dtype=torch.int64)), r"labels .* expected \[4, 6\]"),
+    (lambda: small().train_step(torch.zeros(4, 5, 2, 16), torch.zeros(4, 5, dtype=torch.int64)), r"expected \[batch, 6, 2, 16\]"),
+    (lambda: small().forward(torch.zeros(4, 6, 2, 16), alpha=torch.full((6, 3), -1.0)), "from 0 to 1"),
+    (lambda: small().set_lr(torch.zeros(6)), r"expected \[6, 4\]"),
+    (lambda: small().install(ALL, torch.full((6, 3), 77), torch.zeros(6, 3), torch.ones(6, 3)), r"-1\.\.8"),
+    (lambda: small().install(ALL, torch.zeros(6, 3), torch.zeros(6, 3), torch.zeros(6, 3)), r"in \(0, 1\]"),
+    (lambda: small(dtype=torch.bfloat16), "compute_dtype"),
+    (lambda: small(spec=ActionSpec.full(2, ("norm",))), "2 slots, but this host has 3"),
 ])
 def test_bad_input_gets_one_sentence(make: object, words: str) -> None:
     with pytest.raises(EsperError, match=words) as caught:

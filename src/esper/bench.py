@@ -68,6 +68,7 @@ def random_topology(population: Population, generator: torch.Generator) -> None:
     every = torch.arange(population.rows)
     population.reset(every, torch.randint(2**62, (population.rows,), generator=generator))
     population.install(every, blueprint, style, torch.ones(shape))
+    population.begin_epoch(torch.tensor([population.spec.action(LifecycleOp.WAIT)]).repeat(population.rows, 1))
 
 
 class Loop:
@@ -132,6 +133,7 @@ def run_population_bench(config: PopulationBench, report: Callable[[str], None])
         rates["population"].append(config.rows * config.batch * config.steps / _timed(epoch, config.device))
         random_topology(population, generator)
         loop = Loop(population, loop_rows)
+        population.end_epoch()
         loop.step(x, y)
         seconds = _timed(functools.partial(loop.run, x, y, config.steps), config.device)
         rates["loop"].append(loop_rows * config.batch * config.steps / seconds)

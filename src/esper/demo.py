@@ -9,7 +9,7 @@ from torch import Tensor
 
 from esper.bench import PopulationBench, bench_table, run_population_bench
 from esper.kasmina import Host, Population
-from esper.leyline import ALPHA_TARGETS, Contribution, EsperError, Head, LifecycleOp, SeedStage
+from esper.leyline import Contribution, EsperError, Head, LifecycleOp, SeedStage
 from esper.picture import Frame, growth_svg
 
 
@@ -45,8 +45,7 @@ def random_actions(population: Population, generator: torch.Generator) -> Tensor
     actions[:, Head.BLUEPRINT] = torch.multinomial(real, 1, generator=generator).squeeze(1)
     retarget = op == LifecycleOp.SET_ALPHA_TARGET
     actions[:, Head.STYLE] = torch.where(retarget, life.style[every, slot], actions[:, Head.STYLE])
-    other = torch.tensor(ALPHA_TARGETS) != life.alpha[every, slot, None]
-    target = torch.multinomial(other.float(), 1, generator=generator).squeeze(1)
+    target = torch.multinomial(life.free_targets()[every, slot].float(), 1, generator=generator).squeeze(1)
     actions[:, Head.ALPHA_TARGET] = torch.where(retarget, target, actions[:, Head.ALPHA_TARGET])
     return actions
 

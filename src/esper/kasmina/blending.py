@@ -167,10 +167,16 @@ def _spread(strength: Tensor, h: Tensor) -> Tensor:
 class Graft(nn.Module):
     """One seed at one slot of a plain network."""
 
-    def __init__(self, seed: nn.Module, style: Style, alpha: float, channels: int) -> None:
+    def __init__(self, seed: nn.Module, style: Style, alpha: float, gate: Tensor) -> None:
+        """`gate` [C + 1]: weights and bias of the gate, used where the style has one."""
         super().__init__()
         self.seed, self.style, self.alpha = seed, style, alpha
-        self.gate = nn.Linear(channels, 1) if style is Style.GATE else None
+        self.gate = None
+        if style is Style.GATE:
+            self.gate = nn.utils.skip_init(nn.Linear, len(gate) - 1, 1, dtype=gate.dtype)
+            with torch.no_grad():
+                self.gate.weight.copy_(gate[None, :-1])
+                self.gate.bias.copy_(gate[-1:])
 
     def delta(self, h: Tensor) -> Tensor:
         s: Tensor = self.seed(h)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.keys import uniform
-from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights, initial_range, lifted
+from esper.kasmina.hosts import HOSTS
+from esper.kasmina.keys import seeded
+from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights, draw_rows, initial_range, lifted
 from esper.leyline import Cost, EsperError, SlotShape
 
-CONV_KINDS = ("conv1d", "cnn")
-HOST_KINDS = ("mlp", *CONV_KINDS)
+HOST_KINDS = tuple(HOSTS)
+CONV_KINDS = tuple(kind for kind, row in HOSTS.items() if len(row.inputs) > 1)
 
 
 class SeedKind(IntEnum):
@@ -50,20 +51,15 @@ class Blueprint:
     def prototype(self, shape: SlotShape) -> "Prototype":
         return Prototype(self, shape)
 
-    def module(self, shape: SlotShape) -> nn.Module:
-        """A new plain module, with weights from PyTorch's global generator."""
-        return self.build(shape)
-
 
 class Prototype:
     """A blueprint at one slot shape: template, layout, exact cost, descriptor, and the program for G copies."""
 
     def __init__(self, blueprint: Blueprint, shape: SlotShape) -> None:
         self.blueprint, self.shape = blueprint, shape
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.template = blueprint.build(shape).eval()
-        _refuse_unliftable(blueprint.name, self.template)
+        with seeded(0):
+            self.template = blueprint.build(shape)
+        _refuse_unliftable(blueprint.name, self.template, shape)
         self.layout = Layout(self.template)
         self._range = None if blueprint.draws_own_weights else initial_range(self.template)
 
@@ -74,14 +70,24 @@ class Prototype:
     def fresh(self, keys: Tensor) -> Tensor:
         """float32 [R, P]: newborn weights, a function of the keys [R] alone."""
         if self._range is not None:
-            centre, radius = (t.to(keys.device) for t in self._range)
-            return centre + radius * (2 * uniform(keys, self.layout.size) - 1)
+            return draw_rows(self._range, keys)
         return torch.stack([self._constructed(int(key)) for key in keys.tolist()]).to(keys.device)
 
     def _constructed(self, key: int) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(key & (2**63 - 1))
+        with seeded(key):
             return self.layout.flatten(self.blueprint.build(self.shape))
+
+    def plain(self, row: Tensor) -> nn.Module:
+        """A plain module with the weights of one flat row [P]."""
+        with seeded(0):
+            module = self.blueprint.build(self.shape).to(row.dtype)
+        self.layout.load(module, row)
+        return module
+
+    @property
+    def gate_size(self) -> int:
+        """Parameters of a gate behind this seed's own: a weight per channel and a bias."""
+        return self.shape.channels + 1
 
     @functools.cached_property
     def cost(self) -> Cost:
@@ -99,13 +105,22 @@ class Prototype:
         return (*flags, *logs, min(reach, 1.0))
 
 
-def _refuse_unliftable(name: str, module: nn.Module) -> None:
+def _refuse_unliftable(name: str, module: nn.Module, shape: SlotShape) -> None:
     if any(True for _ in module.buffers()):
         raise EsperError(f"blueprint {name!r} keeps buffers (running statistics?); use layers without any")
     if any(isinstance(child, nn.modules.dropout._DropoutNd) for child in module.modules()):
         raise EsperError(f"blueprint {name!r} uses dropout, whose noise is not keyed; leave it out")
     if len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.parameters())):
         raise EsperError(f"blueprint {name!r} uses one parameter under two names; give each layer its own")
+    if any(not parameter.requires_grad for parameter in module.parameters()):
+        raise EsperError(f"blueprint {name!r} has frozen parameters; make them constants of its forward instead")
+    if any(getattr(child, "inplace", False) for child in module.modules()):
+        raise EsperError(f"blueprint {name!r} works in place, which would overwrite its host; use inplace=False")
+    x = torch.zeros(2, shape.channels, *shape.extent)
+    with torch.no_grad():
+        out: Tensor = (module.body if isinstance(module, Scaled) else module)(x)
+    if out.shape != x.shape:
+        raise EsperError(f"blueprint {name!r} turns {list(x.shape)} into {list(out.shape)}; a seed must keep its input's shape")
 
 
 def _zero(layer: nn.Conv1d | nn.Conv2d | nn.Linear | nn.GroupNorm | nn.LayerNorm) -> nn.Module:
@@ -204,7 +219,7 @@ def _register(blueprint: Blueprint) -> Blueprint:
             raise EsperError(f"no host kind {host!r} for blueprint {blueprint.name!r}; choose from {', '.join(HOST_KINDS)}")
         if (host, blueprint.name) in BLUEPRINTS:
             raise EsperError(f"{host} hosts already have a blueprint {blueprint.name!r}; choose another name")
-        BLUEPRINTS[host, blueprint.name] = blueprint
+    BLUEPRINTS.update({(host, blueprint.name): blueprint for host in blueprint.hosts})
     return blueprint
 
 

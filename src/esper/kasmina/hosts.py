@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.keys import uniform
-from esper.kasmina.lift import Layout, Weights, initial_range, lifted
+from esper.kasmina.keys import seeded
+from esper.kasmina.lift import Layout, Weights, draw_rows, initial_range, lifted
 from esper.leyline import EsperError, SlotConfig, SlotShape
 
 
@@ -106,8 +106,7 @@ class Host:
 
     @functools.cached_property
     def template(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0):
             return self.module()
 
     @functools.cached_property
@@ -120,8 +119,7 @@ class Host:
 
     def fresh(self, keys: Tensor) -> Tensor:
         """float32 [R, P]: initial weights, a function of the keys [R] alone."""
-        centre, radius = (t.to(keys.device) for t in self._initial_range)
-        return centre + radius * (2 * uniform(keys, self.layout.size) - 1)
+        return draw_rows(self._initial_range, keys)
 
     def enter(self, x: Tensor) -> Tensor:
         """Samples [B, N, *inputs] in lifted layout."""
@@ -148,7 +146,7 @@ class Host:
             free = torch.ones(rows, *shape)
             if name.startswith("stages."):
                 stage = int(name.split(".")[1])
-                kept = torch.arange(shape[0]) < torch.ceil(impairments.width[:, stage, None] * shape[0])
+                kept = torch.arange(shape[0]) < torch.ceil(impairments.width[:, stage, None].double() * shape[0] - 1e-6)
                 mask *= kept.reshape(rows, -1, *[1] * (len(shape) - 1))
                 if len(shape) > 2:
                     mask *= torch.where(impairments.one_tap[:, stage].reshape(-1, *[1] * len(shape)), _centre(shape), 1.0)

@@ -1,5 +1,8 @@
 """Counter-based randomness: a 64-bit integer hash that gives the same numbers on every device, in any order of rows."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -31,3 +34,11 @@ def uniform(keys: Tensor, count: int) -> Tensor:
     counter = torch.arange(count, device=keys.device)
     bits = _shift(mix(keys[:, None], counter), 40)
     return bits.to(torch.float32) * 2.0**-24
+
+
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Draws of PyTorch's global CPU generator inside depend on the key alone, and leave no trace outside."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(key & (2**63 - 1))  # torch.manual_seed would reseed CUDA as well
+        yield

@@ -5,6 +5,7 @@ ramp is curve(k / length) for training and evaluation alike; `end_epoch` makes t
 tiny and lives on the CPU: decisions never wait for the accelerator, and every device sees the same bits.
 """
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -44,6 +45,7 @@ FIELDS: dict[str, tuple[torch.dtype, int]] = {
     "fading": (torch.bool, False),  # on the way to PRUNED
     "germinations": (torch.int64, 0),
     "healthy": (torch.bool, False),  # gradients of the last epoch were measured and finite
+    "broken": (torch.bool, False),  # a gradient of this epoch was not
     "contribution": (torch.float32, 0),
     "contribution_known": (torch.bool, False),
 }
@@ -58,6 +60,10 @@ def expand_actions(spec: ActionSpec, actions: Tensor) -> Tensor:
     if actions.shape[1:] != (len(spec.heads),):
         raise EsperError(f"actions have shape {list(actions.shape)}; expected [N, {len(spec.heads)}] for heads "
                          f"{', '.join(h.name.lower() for h in spec.heads)}")
+    op = actions[:, spec.heads.index(Head.OP)]
+    if bool(((op < 0) | (op >= len(spec.ops))).any()):
+        row = int(((op < 0) | (op >= len(spec.ops))).nonzero()[0])
+        raise InvalidStateMachineError(f"row {row}: op {int(op[row])} is outside 0..{len(spec.ops) - 1}")
     full = torch.tensor([spec.defaults[head] for head in Head]).repeat(len(actions), 1)
     for column, head in enumerate(spec.heads):
         full[:, head] = torch.tensor(spec.ops)[actions[:, column]] if head is Head.OP else actions[:, column]
@@ -81,13 +87,15 @@ class Lifecycle:
     fading: Tensor
     germinations: Tensor
     healthy: Tensor
+    broken: Tensor
     contribution: Tensor
     contribution_known: Tensor
 
     def __init__(self, rows: int, spec: ActionSpec, gates: GateConfig) -> None:
         self.rows, self.spec, self.gates = rows, spec, gates
         self.epoch = 0
-        self._moves: list[Tensor] = []  # [k, 5] each: epoch, row, slot, source, target
+        self.open = False  # between begin_epoch and end_epoch
+        self._moves: deque[Tensor] = deque(maxlen=10_000)  # [k, 5] each: epoch, row, slot, source, target
         for name, (dtype, value) in FIELDS.items():
             setattr(self, name, torch.full((rows, spec.slots), value, dtype=dtype))
 
@@ -100,13 +108,24 @@ class Lifecycle:
             tensor[rows] = FIELDS[name][1]
 
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
-        """Fill empty slots of these rows with seeds that already hold their alpha; each tensor [R, S], blueprint -1 is none."""
+        """Fill empty slots of these rows with seeds that already hold their alpha; each tensor [R, S], blueprint -1 is none.
+
+        A starting state, not a move: no transition is recorded.
+        """
+        shape = (len(rows), self.spec.slots)
+        if {t.shape for t in (blueprint, style, alpha)} != {torch.Size(shape)}:
+            raise EsperError(f"a topology for {len(rows)} rows needs blueprint, style and alpha of shape {list(shape)}")
+        if bool(((blueprint < -1) | (blueprint >= len(self.spec.blueprints)) | (style < 0) | (style >= len(Style))).any()):
+            raise EsperError(f"blueprints are -1..{len(self.spec.blueprints) - 1} and styles 0..{len(Style) - 1}")
+        if bool(((alpha <= 0) | (alpha > 1))[blueprint >= 0].any()):
+            raise EsperError("an installed seed holds an alpha in (0, 1]")
         if bool((self.stage[rows] != SeedStage.DORMANT).any()):
             raise InvalidStateMachineError("a topology can only be installed into rows with DORMANT slots; reset them first")
         planted = blueprint >= 0
         values = {"stage": torch.where(planted, int(SeedStage.HOLDING), int(SeedStage.DORMANT)), "blueprint": blueprint,
                   "style": torch.where(planted, style, 0), "alpha": torch.where(planted, alpha, 0.0),
-                  "target": torch.where(planted, alpha, 0.0), "germinations": planted}
+                  "target": torch.where(planted, alpha, 0.0), "germinations": self.germinations[rows] + planted,
+                  "dwell": torch.zeros_like(blueprint)}
         for name, value in values.items():
             getattr(self, name)[rows] = value.to(FIELDS[name][0])
 
@@ -124,15 +143,17 @@ class Lifecycle:
         return self.at(SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
 
     def drain_transitions(self) -> list[Transition]:
-        """Every move since the last call, in order."""
-        moves, self._moves = self._moves, []
+        """Every move since the last call, in order (of the last 10,000 kinds of move, if nobody asked for long)."""
+        moves = list(self._moves)
+        self._moves.clear()
         return [Transition(epoch, row, slot, SeedStage(source), SeedStage(target))
                 for batch in moves for epoch, row, slot, source, target in batch.tolist()]
 
     def verdicts(self) -> Tensor:
         """bool [N, S, ops]: what each slot's gate allows now. Missing evidence denies. WAIT is always allowed."""
         training, blending, holding = (self.at(s) for s in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING))
-        proven = self.contribution_known & (self.contribution >= self.gates.min_contribution)
+        least = self.gates.min_contribution
+        proven = self.contribution_known if least is None else self.contribution_known & (self.contribution >= least)
         allowed = {
             LifecycleOp.WAIT: torch.ones_like(training),
             LifecycleOp.GERMINATE: self.at(SeedStage.DORMANT),
@@ -142,6 +163,11 @@ class Lifecycle:
             LifecycleOp.ADVANCE: training & (self.dwell >= self.gates.min_training) & self.healthy,
         }
         return torch.stack([allowed[op] for op in LifecycleOp], dim=2)
+
+    def free_targets(self) -> Tensor:
+        """bool [N, S, targets]: alphas that SET_ALPHA_TARGET may name. The one that is held would change nothing."""
+        same = torch.tensor(ALPHA_TARGETS) == self.alpha[..., None]
+        return ~(same & self.at(SeedStage.HOLDING)[..., None])
 
     def check(self, actions: Tensor) -> None:
         """Raise for the first row whose action is malformed or denied; nothing has been written then."""
@@ -156,10 +182,9 @@ class Lifecycle:
         every = torch.arange(self.rows)
         allowed = self.verdicts()[every, slot, op]
         retarget = op == LifecycleOp.SET_ALPHA_TARGET
-        same = self.at(SeedStage.HOLDING)[every, slot] & (
-            torch.tensor(ALPHA_TARGETS)[actions[:, Head.ALPHA_TARGET]] == self.alpha[every, slot])
+        free = self.free_targets()[every, slot, actions[:, Head.ALPHA_TARGET]]
         restyled = actions[:, Head.STYLE] != self.style[every, slot]
-        bad = ~allowed | (retarget & (same | restyled))
+        bad = ~allowed | (retarget & (~free | restyled))
         if bool(bad.any()):
             self._refuse(int(bad.nonzero()[0]), actions, bool((allowed & retarget)[bad][0]))
 
@@ -174,7 +199,10 @@ class Lifecycle:
 
     def begin_epoch(self, actions: Tensor) -> None:
         """Apply one full action [N, heads] per row, then step every ramp."""
+        if self.open:
+            raise EsperError("this epoch has begun already; call end_epoch before the next begin_epoch")
         self.check(actions)
+        self.open = True
         ready = self.verdicts()[:, :, LifecycleOp.ADVANCE]
         at_slot = actions[:, Head.SLOT, None] == torch.arange(self.spec.slots)
         acted = {op: at_slot & (actions[:, Head.OP, None] == op) for op in LifecycleOp}
@@ -184,6 +212,12 @@ class Lifecycle:
         self._prune(acted[LifecycleOp.PRUNE], actions)
         self._move(acted[LifecycleOp.FOSSILIZE], SeedStage.FOSSILIZED)
         self._step_ramps()
+        self.healthy, self.broken = torch.zeros_like(self.healthy), torch.zeros_like(self.broken)
+
+    def record_gradients(self, rows: Tensor, slots: Tensor, finite: Tensor) -> None:
+        """Health of the seeds that were trained, [K] each; a seed that breaks once stays broken for the epoch."""
+        self.broken[rows, slots] |= ~finite
+        self.healthy = self.planted & ~self.broken  # a seed without parameters has nothing that could break
 
     def _germinate(self, mask: Tensor, actions: Tensor) -> None:
         self._move(mask, SeedStage.GERMINATED)
@@ -232,9 +266,15 @@ class Lifecycle:
 
     def end_epoch(self, contribution: Contribution | None = None) -> None:
         """Record evidence, then the moves of time: ramps that arrived, and cool-downs. One move per slot and epoch."""
-        known = torch.zeros_like(self.fading) if contribution is None else contribution.known
+        if not self.open:
+            raise EsperError("no epoch has begun; call begin_epoch before end_epoch")
+        known, value = torch.zeros_like(self.fading), self.contribution
+        if contribution is not None:
+            known, value = contribution.known.cpu(), contribution.value.cpu().to(torch.float32)
+        if known.shape != self.alpha.shape or value.shape != self.alpha.shape:
+            raise EsperError(f"contributions have shape {list(value.shape)}; expected {list(self.alpha.shape)}")
+        self.open = False
         self.contribution_known = known & self.planted
-        value = self.contribution if contribution is None else contribution.value.to(torch.float32)
         self.contribution = torch.where(self.contribution_known, value, 0.0)
         self.dwell += 1
         arrived = self.at(SeedStage.BLENDING) & (self.ramp_at >= self.ramp_length)
@@ -278,7 +318,7 @@ _NEEDS = {
     LifecycleOp.GERMINATE: "it needs a DORMANT slot",
     LifecycleOp.SET_ALPHA_TARGET: "it needs a seed in BLENDING or HOLDING",
     LifecycleOp.PRUNE: "it needs a seed in TRAINING, BLENDING (not already fading) or HOLDING",
-    LifecycleOp.FOSSILIZE: "it needs HOLDING for {gates.min_holding} epochs and a contribution measured in the last one, "
-                           "at least {gates.min_contribution}",
+    LifecycleOp.FOSSILIZE: "it needs HOLDING for {gates.min_holding} epochs and a contribution measured in the last one "
+                           "(least: {gates.min_contribution})",
     LifecycleOp.ADVANCE: "it needs TRAINING for {gates.min_training} epochs with finite gradients measured in the last one",
 }

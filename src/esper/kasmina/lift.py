@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina.keys import uniform
+
 Weights = dict[str, Tensor]  # name -> [G, *shape]
 
 
@@ -65,7 +67,7 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
         return NotImplemented
     weight, bias = w[prefix + "weight"], w.get(prefix + "bias")
     plain = layer.groups == 1 and set(layer.stride) == {1} and set(layer.dilation) == {1}
-    if x.is_cuda and plain and set(layer.kernel_size) == {1}:
+    if x.is_cuda and plain and set(layer.kernel_size) == {1} and set(layer.padding) == {0}:
         return _pointwise(x, weight, bias)
     if x.is_cuda and plain and x.dim() == 4 and layer.in_channels > 1:
         return _conv1d_as_matmul(x, weight, bias, layer.padding[0])
@@ -177,18 +179,19 @@ LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
 
 def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor:
     """G copies of `module` on x, copy g with the weights w[name][g]."""
-    rule = LIFTED.get(type(module))
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    rule = None if hooked else LIFTED.get(type(module))
     out = NotImplemented if rule is None else rule(module, w, prefix, x)
     if out is not NotImplemented:
         return out
     own = {name: w[prefix + name] for name, _ in module.named_parameters()}
-    dim = row_dim(x)
-    call = torch.func.vmap(lambda params, rows: torch.func.functional_call(module, params, (rows,)), (0, dim), dim)
-    return call(own, x)
+    call = torch.func.vmap(lambda params, rows: torch.func.functional_call(module, params, (rows,)), (0, row_dim(x)))
+    copies: Tensor = call(own, x)  # copy-major; its own rank decides the layout, not that of x
+    return copies if copies.dim() == 3 else copies.transpose(0, 1)
 
 
 class Layout:
-    """Where each parameter of a module lies in a flat row of length P, and how a fresh row is drawn."""
+    """Where each parameter of a module lies in a flat row of length P."""
 
     def __init__(self, module: nn.Module) -> None:
         named = list(module.named_parameters())
@@ -219,8 +222,14 @@ def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
     owners = dict(module.named_modules())
     for name, parameter in module.named_parameters():
         values = parameter.detach().flatten()
-        constant = bool((values == values[0]).all())
+        constant = bool((values == values[0]).all()) and (len(values) > 1 or float(values[0]) in (0.0, 1.0))
         fan_in = owners[name.rpartition(".")[0]].weight[0].numel()
         centres.append(values if constant else torch.zeros_like(values))
         radii.append(torch.full_like(values, 0.0 if constant else 1 / math.sqrt(fan_in)))
     return (torch.cat(centres), torch.cat(radii)) if centres else (torch.empty(0), torch.empty(0))
+
+
+def draw_rows(extent: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
+    """float32 [R, P]: fresh rows within (centre, radius), a function of the keys [R] alone."""
+    centre, radius = (t.to(keys.device) for t in extent)
+    return centre + radius * (2 * uniform(keys, len(centre)) - 1)

@@ -46,6 +46,8 @@ class Segments:
     lr: Tensor  # [K]
     decay: Tensor  # [K]
     clip: Tensor  # [K]
+    decays: bool
+    """Does any segment decay at all?"""
     trainable: Tensor | None
     """[G, P] of the first part (the hosts): 0 where an impairment froze or removed a weight."""
 
@@ -66,16 +68,17 @@ def _adamw(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
     beta1, beta2 = config.betas
     seg.first.lerp_(grad, 1 - beta1)
     seg.second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    steps = seg.steps.to(grad.dtype)
+    steps = seg.steps.double()  # 1 - 0.999 ** 1 has few digits left in float32
+    unbias, step = (1 - beta2**steps).rsqrt().to(grad.dtype), (-seg.lr / (1 - beta1**steps)).to(grad.dtype)
     root, eps = seg.second.sqrt(), torch.full((), config.eps, dtype=grad.dtype, device=grad.device)
-    for view, unbias in zip(seg.views(root), seg.columns((1 - beta2**steps).rsqrt()), strict=True):
-        torch.addcmul(eps, view, unbias, out=view)
+    for view, factor in zip(seg.views(root), seg.columns(unbias), strict=True):
+        torch.addcmul(eps, view, factor, out=view)
     change = torch.div(seg.first, root, out=root)
-    if config.weight_decay:
+    if seg.decays:
         for theta, shrink in zip(seg.theta_views, seg.columns(1 - seg.lr * seg.decay), strict=True):
             theta.mul_(shrink)
-    for theta, view, step in zip(seg.theta_views, seg.views(change), seg.columns(-seg.lr / (1 - beta1**steps)), strict=True):
-        theta.addcmul_(view, step)
+    for theta, view, factor in zip(seg.theta_views, seg.views(change), seg.columns(step), strict=True):
+        theta.addcmul_(view, factor)
 
 
 def _sgd(config: OptimConfig, seg: Segments, grad: Tensor) -> None:

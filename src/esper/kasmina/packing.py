@@ -50,8 +50,7 @@ class Group:
     @property
     def size(self) -> int:
         """Parameters per row: the module's, and behind them the gate's where any row of the group has one."""
-        gate = self.prototype.shape.channels + 1 if bool((self.style == Style.GATE).any()) else 0
-        return self.prototype.layout.size + gate
+        return self.prototype.layout.size + self.prototype.gate_size * bool((self.style == Style.GATE).any())
 
 
 class Pack:
@@ -75,7 +74,7 @@ class Pack:
         self.segments = Segments(
             [(len(rows), size) for _, rows, size in self._parts], theta, first, second, torch.cat(self._take("steps")),
             lr[self.rows, self.places].to(self.device, dtype), decay[self.rows, self.places].to(self.device, dtype),
-            clip.to(self.device), trainable)
+            clip.to(self.device), bool((decay != 0).any()), trainable)
         self.theta, self.views = self.segments.theta, self.segments.views
         self.finite = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self.steps_taken = 0
@@ -148,7 +147,7 @@ class SlotWiring:
         inputs = Gather.apply(h, self.rows)
         outputs = [use.prototype(w, x) for use, w, x in zip(self.uses, weights, inputs, strict=True)]
         gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
-        gate_weights = torch.cat(gates) if gates else h.new_empty(0, self.uses[0].prototype.shape.channels + 1)
+        gate_weights = torch.cat(gates) if gates else h.new_empty(0, self.uses[0].prototype.gate_size)
         blended: Tensor = Blend.apply(h, self.alpha, self.rows, gate_weights, *outputs)
         return blended
 

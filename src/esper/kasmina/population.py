@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import blueprints_for, find_blueprint
 from esper.kasmina.hosts import Host, Impairments
-from esper.kasmina.keys import mix
+from esper.kasmina.keys import mix, seeded
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.network import GrownNetwork
 from esper.kasmina.optim import OptimConfig
@@ -44,19 +44,22 @@ class Population:
             raise EsperError(f"a population of {rows} rows is impossible; use at least 1")
         if incubation not in INCUBATION:
             raise EsperError(f"no incubation {incubation!r}; choose from {', '.join(INCUBATION)}")
+        if dtype not in (torch.float32, torch.float64):
+            raise EsperError(f"weights cannot be {dtype}; keep them in float32 or float64 and set compute_dtype instead")
         self.host, self.rows, self.incubation, self.compile = host, rows, incubation, compile
         self.spec = spec or ActionSpec.full(len(host.slots), blueprints_for(host.kind))
+        if self.spec.slots != len(host.slots):
+            raise EsperError(f"the action spec has {self.spec.slots} slots, but this host has {len(host.slots)}")
         self.optim = optim or OptimConfig()
         self.device, self.dtype, self.compute_dtype = torch.device(device), dtype, compute_dtype or dtype
         self.prototypes = [[find_blueprint(host.kind, name).prototype(shape) for name in self.spec.blueprints]
                            for shape in host.slots.shapes]
         self.life = Lifecycle(rows, self.spec, gates or GateConfig())
-        sizes = [host.layout.size, *(max(p.layout.size for p in row) + row[0].shape.channels + 1 for row in self.prototypes)]
+        sizes = [host.layout.size, *(max(p.layout.size for p in row) + row[0].gate_size for row in self.prototypes)]
         self.banks = [Bank(rows, size, dtype, self.device) for size in sizes]
         self.keys = torch.zeros(rows, dtype=torch.int64)
         self.trainable = torch.ones(rows, host.layout.size, dtype=dtype, device=self.device)
         self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
-        """[N, 1 + S]: learning rate of each row's host and slots; write into it between steps via `set_lr`."""
         self.decay = torch.full_like(self.lr, self.optim.weight_decay)
         self._pack: Pack | None = None
         self._stepper: Stepper | None = None
@@ -64,17 +67,20 @@ class Population:
         self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
 
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
-        """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers."""
-        self._flush()
-        self.keys[rows] = keys
-        self.life.clear(rows)
-        where = rows.to(self.device)
-        for bank in self.banks:
-            bank.write(where)
+        """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers.
+
+        Learning rates and decays stay as they were set.
+        """
+        rows, where = rows.cpu(), rows.to(self.device)
         weights, trainable = self.host.fresh(keys.to(self.device)), torch.ones(1)
         if impairments is not None:
             alive, trainable = self.host.masks(impairments)
             weights *= alive.to(self.device)
+        self._flush()
+        self.keys[rows] = keys.cpu()
+        self.life.clear(rows)
+        for bank in self.banks:
+            bank.write(where)
         self.banks[0].write(where, weights)
         self.trainable[where] = trainable.to(self.trainable)
 
@@ -84,13 +90,13 @@ class Population:
         full = expand_actions(self.spec, actions.cpu())
         before = self.life.planted
         self.life.begin_epoch(full)
-        self.life.healthy = torch.zeros_like(self.life.healthy)
         self._free(before & ~self.life.planted)
         self._plant((full[:, Head.OP] == LifecycleOp.GERMINATE).nonzero().flatten(), full[:, Head.SLOT])
 
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
         """Give empty rows a whole topology at once: seeds in HOLDING, newborn weights. Each tensor [R, S], -1 is no seed."""
         self._flush()
+        rows = rows.cpu()
         self.life.install(rows, blueprint, style, alpha)
         for slot in range(len(self.prototypes)):
             self._plant(rows[blueprint[:, slot] >= 0], torch.full((self.rows,), slot))
@@ -111,6 +117,9 @@ class Population:
 
     def train_step(self, x: Tensor, y: Tensor) -> Tensor:
         """One optimiser step of every host and seed on samples [B, N, *inputs], labels [B, N]; losses [N] before it."""
+        self._check_samples(x, self.rows)
+        if y.shape != x.shape[:2]:
+            raise EsperError(f"labels have shape {list(y.shape)}; expected {list(x.shape[:2])}")
         if self._stepper is None:
             pack, life = self._packed(), self.life
             ghosts = torch.where(life.incubating, life.target, 0.0) if self.incubation == "straight_through" else None
@@ -137,6 +146,7 @@ class Population:
         `rows` [R] names population rows (any, repeated or not; None is all N in order) and `alpha` [R, S] overrides
         their alphas: 0 switches a seed off, a positive alpha previews an incubating one. Live state is not touched.
         """
+        self._check_samples(x, self.rows if rows is None else len(rows))
         pack = self._packed()
         if rows is None and alpha is None:
             self._live = self._live or Pass(self.host, pack, self.life.style, self.life.alpha, dtype=self.compute_dtype)
@@ -144,6 +154,8 @@ class Population:
         else:
             env = torch.arange(self.rows) if rows is None else rows.cpu()
             alphas = self.life.alpha[env] if alpha is None else alpha.cpu().to(torch.float32)
+            if alphas.shape != (len(env), self.spec.slots) or not bool(((alphas >= 0) & (alphas <= 1)).all()):
+                raise EsperError(f"alpha needs {[len(env), self.spec.slots]} numbers from 0 to 1; got shape {list(alphas.shape)}")
             chosen = Pass(self.host, pack, self.life.style, alphas, env, self.compute_dtype)
         return chosen(pack.views(pack.theta.to(self.compute_dtype)), x.to(self.compute_dtype)).transpose(0, 1)
 
@@ -156,25 +168,41 @@ class Population:
 
     def set_lr(self, lr: Tensor) -> None:
         """Learning rates [N, 1 + S]: the host's, then each slot's. Takes effect with the next step."""
-        self.lr.copy_(lr)
+        self.lr = self._rates(lr)
         if self._pack is not None:
             self._pack.set_lr(self.lr)
 
+    def set_decay(self, decay: Tensor) -> None:
+        """Weight decays [N, 1 + S], likewise."""
+        self._flush()
+        self.decay = self._rates(decay)
+
+    def _rates(self, values: Tensor) -> Tensor:
+        if values.shape != self.lr.shape:
+            raise EsperError(f"rates have shape {list(values.shape)}; expected {list(self.lr.shape)}: host, then slots")
+        return values.detach().cpu().double().clone()
+
+    def _check_samples(self, x: Tensor, rows: int) -> None:
+        if x.dim() < 2 or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
+            raise EsperError(f"samples have shape {list(x.shape)}; expected [batch, {rows}, "
+                             f"{', '.join(map(str, self.host.inputs))}]")
+
     def costs(self) -> tuple[Tensor, Tensor]:
         """(parameters, FLOPs per sample) of the seeds in each slot, [N, S] int64; empty slots cost nothing."""
-        gated = self.life.planted & (self.life.style == Style.GATE)
-        gate = torch.tensor([shape.channels for shape in self.host.slots.shapes]) * gated
         table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in self.prototypes])
         chosen = table[torch.arange(len(self.prototypes)), self.life.blueprint.clamp(min=0)] * self.life.planted[..., None]
-        return chosen[..., 0] + gate + gated, chosen[..., 1] + 2 * gate
+        gated = (chosen[..., 0] > 0) & (self.life.style == Style.GATE)
+        sizes = torch.tensor([row[0].gate_size for row in self.prototypes]) * gated
+        return chosen[..., 0] + sizes, chosen[..., 1] + 2 * (sizes - gated.long())
 
     def extract(self, row: int) -> nn.Module:
         """The row's network as a plain module that computes the same function. Seeds without effect are left out."""
         self._flush()
-        net = self.host.module().to(self.dtype)
+        with seeded(0):
+            net = self.host.module().to(self.dtype)
         self.host.layout.load(net, self.banks[0].weights[row])
-        grafts = nn.ModuleList(self.graft(row, slot) if self.life.alpha[row, slot] > 0 else nn.Identity()
-                               for slot in range(len(self.prototypes)))
+        live = (self.life.alpha[row] > 0) & (self.costs()[0][row] > 0)
+        grafts = nn.ModuleList(self.graft(row, slot) if alive else nn.Identity() for slot, alive in enumerate(live.tolist()))
         return GrownNetwork(net.stages, grafts, net.head).to(self.device)  # type: ignore[arg-type]
 
     def graft(self, row: int, slot: int) -> Graft:
@@ -184,14 +212,9 @@ class Population:
             raise EsperError(f"slot {slot} of row {row} holds no seed")
         prototype = self.prototypes[slot][int(self.life.blueprint[row, slot])]
         weights, size = self.banks[1 + slot].weights[row].cpu(), prototype.layout.size
-        graft = Graft(prototype.blueprint.build(prototype.shape), Style(int(self.life.style[row, slot])),
-                      float(self.life.alpha[row, slot]), prototype.shape.channels).to(self.dtype)
-        prototype.layout.load(graft.seed, weights[:size])
-        if graft.gate is not None:
-            with torch.no_grad():
-                graft.gate.weight.copy_(weights[None, size : size + prototype.shape.channels])
-                graft.gate.bias.copy_(weights[size + prototype.shape.channels])
-        return graft
+        gate = weights[size : size + prototype.gate_size]
+        style, alpha = Style(int(self.life.style[row, slot])), float(self.life.alpha[row, slot])
+        return Graft(prototype.plain(weights[:size]), style, alpha, gate)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that belongs to rows, each tensor with N first."""
@@ -206,23 +229,28 @@ class Population:
 
     def restore(self, rows: Tensor, snapshot: dict[str, Tensor]) -> None:
         """Put a snapshot into these rows (its own or others); every other row is untouched."""
-        for name, tensor in self.tensors().items():
+        mine = self.tensors()
+        if {n: t.shape[1:] for n, t in mine.items()} != {n: t.shape[1:] for n, t in snapshot.items()}:
+            raise StateFormatError("this snapshot is of another kind of population; nothing was restored")
+        for name, tensor in mine.items():
             tensor[rows.to(tensor.device)] = snapshot[name].to(tensor)
 
     def save(self, path: str | Path) -> None:
         """Write the whole population to one safetensors file with a JSON header; the file appears whole or not at all."""
-        header = {"schema": SCHEMA, "rows": self.rows, "incubation": self.incubation, "epoch": self.life.epoch,
-                  "dtype": str(self.dtype), "compute_dtype": str(self.compute_dtype), "host": asdict(self.host),
-                  "spec": {"slots": self.spec.slots, "blueprints": self.spec.blueprints, "heads": self.spec.heads,
-                           "ops": self.spec.ops, "auto_advance": self.spec.auto_advance,
-                           "defaults": [self.spec.defaults[head] for head in Head]},
-                  "gates": asdict(self.life.gates), "optim": asdict(self.optim)}
+        spec = self.spec
+        header = {
+            "schema": SCHEMA, "rows": self.rows, "epoch": self.life.epoch, "open": self.life.open,
+            "incubation": self.incubation, "dtype": str(self.dtype), "compute_dtype": str(self.compute_dtype),
+            "host": asdict(self.host), "gates": asdict(self.life.gates), "optim": asdict(self.optim),
+            "spec": {"slots": spec.slots, "blueprints": spec.blueprints, "heads": spec.heads, "ops": spec.ops,
+                     "auto_advance": spec.auto_advance, "defaults": [spec.defaults[head] for head in Head]},
+        }
         temporary = Path(f"{path}.writing")
         save_file({k: v.contiguous() for k, v in self.tensors().items()}, temporary, {"esper.population": json.dumps(header)})
         os.replace(temporary, path)
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "Population":
+    def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "Population":
         header, tensors = _read(path)
         spec = header["spec"]
         population = cls(
@@ -231,13 +259,13 @@ class Population:
                             tuple(LifecycleOp(o) for o in spec["ops"]), spec["auto_advance"],
                             dict(zip(Head, spec["defaults"], strict=True))),
             gates=_rebuilt(GateConfig, header["gates"]), optim=_rebuilt(OptimConfig, header["optim"]),
-            incubation=header["incubation"], device=device,
+            incubation=header["incubation"], device=device, compile=compile,
             dtype=_DTYPES[header["dtype"]], compute_dtype=_DTYPES[header["compute_dtype"]])
         expected = {name: t.shape for name, t in population.tensors().items()}
         if expected != {name: t.shape for name, t in tensors.items()}:
             raise StateFormatError(f"{path} does not fit its own header; was a blueprint changed since it was saved?")
         population.restore(torch.arange(population.rows), tensors)
-        population.life.epoch = header["epoch"]
+        population.life.epoch, population.life.open = header["epoch"], header["open"]
         return population
 
     def _packed(self) -> Pack:
@@ -264,8 +292,7 @@ class Population:
         if self._pack is not None and self._pack.steps_taken:
             self._pack.write_back()
             seeds = self._pack.places > 0
-            self.life.healthy = self.life.planted  # a seed without parameters has nothing to go wrong
-            self.life.healthy[self._pack.rows[seeds], self._pack.places[seeds] - 1] = self._pack.finite.cpu()[seeds]
+            self.life.record_gradients(self._pack.rows[seeds], self._pack.places[seeds] - 1, self._pack.finite.cpu()[seeds])
         self._pack = self._stepper = self._live = None
 
 

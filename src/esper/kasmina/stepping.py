@@ -26,10 +26,9 @@ class Stepper:
         self._losses: Tensor | None = None
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        losses = self._step_on_cuda(x, y) if x.is_cuda else self._step(x.to(self.dtype), y)
         self.pack.steps_taken += 1
-        if not x.is_cuda:
-            return self._step(x.to(self.dtype), y)
-        return self._step_on_cuda(x, y)
+        return losses
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         pack = self.pack

@@ -85,7 +85,7 @@ def relevance_table(
 RELEVANCE = relevance_table(_RELEVANT)
 """RELEVANCE[op, head]: does this head's choice have any effect under this op?"""
 
-_DEFAULTS: Mapping[Head, int] = MappingProxyType({
+_DEFAULTS: Mapping[Head, int] = {
     Head.OP: LifecycleOp.WAIT,
     Head.SLOT: 0,
     Head.BLUEPRINT: 0,
@@ -94,7 +94,7 @@ _DEFAULTS: Mapping[Head, int] = MappingProxyType({
     Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0),
     Head.ALPHA_SPEED: ALPHA_SPEEDS.index(0),
     Head.ALPHA_CURVE: AlphaCurve.LINEAR,
-})
+}
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,11 @@ class ActionSpec:
     ops: tuple[LifecycleOp, ...] = tuple(LifecycleOp)
     auto_advance: bool = False
     """Move TRAINING seeds to BLENDING as soon as their gate passes, without an ADVANCE."""
-    defaults: Mapping[Head, int] = field(default_factory=lambda: _DEFAULTS)
+    defaults: Mapping[Head, int] = field(default_factory=dict)
+    """Indices of heads that are not chosen; heads left out here take Esper's own."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "defaults", MappingProxyType({**_DEFAULTS, **self.defaults}))
         if Head.OP not in self.heads or LifecycleOp.WAIT not in self.ops:
             raise EsperError("an ActionSpec needs the op head and the WAIT op; add them to heads and ops")
         if LifecycleOp.ADVANCE not in self.ops and not self.auto_advance:

@@ -58,5 +58,5 @@ class GateConfig:
     """Epochs in HOLDING before FOSSILIZE."""
     embargo: int = 1
     """Epochs in EMBARGOED before the slot resets."""
-    min_contribution: float = float("-inf")
-    """Least measured contribution for FOSSILIZE; an unmeasured contribution never passes."""
+    min_contribution: float | None = None
+    """Least measured contribution for FOSSILIZE; None asks only that it was measured."""
