@@ -66,6 +66,18 @@ def test_initial_scale_is_pytorchs(kind: str) -> None:
         torch.testing.assert_close(stack.mean(), reference.mean(), rtol=0.1, atol=0.03)
 
 
+def test_newborn_weights_are_their_prototypes(device: str) -> None:
+    population = small(device=device)
+    blueprint = 1 + torch.arange(18).view(6, 3) % 8
+    population.install(ALL, blueprint, torch.zeros(6, 3), torch.ones(6, 3))
+    for row, slot in [(0, 0), (1, 2), (5, 1)]:
+        prototype = population.prototypes[slot][int(blueprint[row, slot])]
+        expected = prototype.fresh(mix(population.keys[[row]], 1 + slot, 1))[0]
+        got = population.banks[1 + slot].weights[row].cpu()
+        assert torch.equal(got[: len(expected)], expected)
+        assert bool((got[len(expected) :] == 0).all())
+
+
 def test_reset_touches_its_rows_alone() -> None:
     population = small()
     live(population, 6, 1)

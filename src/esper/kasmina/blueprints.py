@@ -61,7 +61,7 @@ class Prototype:
             self.template = blueprint.build(shape)
         _refuse_unliftable(blueprint.name, self.template, shape)
         self.layout = Layout(self.template)
-        self._range = None if blueprint.draws_own_weights else initial_range(self.template)
+        self.range = None if blueprint.draws_own_weights else initial_range(self.template)
 
     def __call__(self, weights: Weights, x: Tensor) -> Tensor:
         """Outputs of G seeds for x in lifted layout."""
@@ -69,8 +69,8 @@ class Prototype:
 
     def fresh(self, keys: Tensor) -> Tensor:
         """float32 [R, P]: newborn weights, a function of the keys [R] alone."""
-        if self._range is not None:
-            return draw_rows(self._range, keys)
+        if self.range is not None:
+            return draw_rows(self.range, keys)
         return torch.stack([self._constructed(int(key)) for key in keys.tolist()]).to(keys.device)
 
     def _constructed(self, key: int) -> Tensor:

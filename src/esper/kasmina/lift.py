@@ -230,6 +230,6 @@ def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def draw_rows(extent: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
-    """float32 [R, P]: fresh rows within (centre, radius), a function of the keys [R] alone."""
+    """float32 [R, P]: fresh rows within (centre, radius), [P] or [R, P] each; a function of the keys [R] alone."""
     centre, radius = (t.to(keys.device) for t in extent)
-    return centre + radius * (2 * uniform(keys, len(centre)) - 1)
+    return centre + radius * (2 * uniform(keys, centre.shape[-1]) - 1)

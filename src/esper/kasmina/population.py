@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from esper.kasmina.blending import Graft
-from esper.kasmina.blueprints import blueprints_for, find_blueprint
+from esper.kasmina.blueprints import Prototype, blueprints_for, find_blueprint
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.keys import mix, seeded
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
+from esper.kasmina.lift import draw_rows
 from esper.kasmina.network import GrownNetwork
 from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank, Group, Pack, Pass
@@ -57,6 +59,7 @@ class Population:
         self.life = Lifecycle(rows, self.spec, gates or GateConfig())
         sizes = [host.layout.size, *(max(p.layout.size for p in row) + row[0].gate_size for row in self.prototypes)]
         self.banks = [Bank(rows, size, dtype, self.device) for size in sizes]
+        self._ranges = [_range_table(row, self.device) for row in self.prototypes]
         self.keys = torch.zeros(rows, dtype=torch.int64)
         self.trainable = torch.ones(rows, host.layout.size, dtype=dtype, device=self.device)
         self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
@@ -91,23 +94,31 @@ class Population:
         before = self.life.planted
         self.life.begin_epoch(full)
         self._free(before & ~self.life.planted)
-        self._plant((full[:, Head.OP] == LifecycleOp.GERMINATE).nonzero().flatten(), full[:, Head.SLOT])
+        born = full[:, Head.OP] == LifecycleOp.GERMINATE
+        for slot in range(self.spec.slots):
+            self._plant((born & (full[:, Head.SLOT] == slot)).nonzero().flatten(), slot)
 
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
         """Give empty rows a whole topology at once: seeds in HOLDING, newborn weights. Each tensor [R, S], -1 is no seed."""
         self._flush()
         rows = rows.cpu()
         self.life.install(rows, blueprint, style, alpha)
-        for slot in range(len(self.prototypes)):
-            self._plant(rows[blueprint[:, slot] >= 0], torch.full((self.rows,), slot))
+        for slot in range(self.spec.slots):
+            self._plant(rows[blueprint[:, slot] >= 0], slot)
 
-    def _plant(self, rows: Tensor, slots: Tensor) -> None:
-        for slot, prototypes in enumerate(self.prototypes):
-            for number, prototype in enumerate(prototypes):
-                born = rows[(slots[rows] == slot) & (self.life.blueprint[rows, slot] == number)]
-                if len(born):
-                    keys = mix(self.keys[born], 1 + slot, self.life.germinations[born, slot])
-                    self.banks[1 + slot].write(born.to(self.device), prototype.fresh(keys.to(self.device)))
+    def _plant(self, rows: Tensor, slot: int) -> None:
+        """Newborn weights for these rows: one draw for all of them, each within its blueprint's range."""
+        if not len(rows):
+            return
+        kinds = self.life.blueprint[rows, slot]
+        keys = mix(self.keys[rows], 1 + slot, self.life.germinations[rows, slot]).to(self.device)
+        centre, radius = self._ranges[slot]
+        fresh = draw_rows((centre[kinds.to(self.device)], radius[kinds.to(self.device)]), keys)
+        for number, prototype in enumerate(self.prototypes[slot]):
+            if prototype.range is None and bool((kinds == number).any()):
+                mine = (kinds == number).to(self.device)
+                fresh[mine, : prototype.layout.size] = prototype.fresh(keys[mine])
+        self.banks[1 + slot].write(rows.to(self.device), fresh)
 
     def _free(self, freed: Tensor) -> None:
         for slot, bank in enumerate(self.banks[1:]):
@@ -294,6 +305,14 @@ class Population:
             seeds = self._pack.places > 0
             self.life.record_gradients(self._pack.rows[seeds], self._pack.places[seeds] - 1, self._pack.finite.cpu()[seeds])
         self._pack = self._stepper = self._live = None
+
+
+def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(centre, radius) of newborn weights, [blueprints, P of the largest] each."""
+    width = max(p.layout.size for p in prototypes)
+    ranges = [p.range or (torch.empty(0), torch.empty(0)) for p in prototypes]
+    centre, radius = (torch.stack([F.pad(r[i], (0, width - len(r[i]))) for r in ranges]).to(device) for i in (0, 1))
+    return centre, radius
 
 
 T = TypeVar("T")
