@@ -134,6 +134,21 @@ def test_broken_incubating_seed_cannot_reach_its_own_host(kind: str, incubation:
     assert not bool(broken.life.verdicts()[:, 1, LifecycleOp.ADVANCE].any())
 
 
+def test_a_fade_ends_with_clean_rows() -> None:
+    population = Population(Host("mlp", **small_hosts()["mlp"]), 2)
+    population.install(torch.arange(2), torch.full((2, 3), 3), torch.zeros(2, 3), torch.ones(2, 3))
+    fade = torch.tensor([population.spec.action(LifecycleOp.PRUNE, slot=1, alpha_speed=3)] * 2)
+    wait = torch.tensor([population.spec.action(LifecycleOp.WAIT)] * 2)
+    for actions in (fade, wait, wait):
+        population.begin_epoch(actions)
+        population.train_step(*batch(population, 4, torch.Generator().manual_seed(0)))
+        assert bool((population.banks[2].weights != 0).any())
+        population.end_epoch()
+    assert bool((population.life.stage[:, 1] == SeedStage.PRUNED).all())
+    for tensor in population.banks[2].tensors().values():
+        assert bool((tensor == 0).all())
+
+
 @pytest.mark.parametrize("kind", HOSTS)
 def test_freed_rows_are_clean(kind: str) -> None:
     """A NaN seed that is pruned leaves zeros behind, and the next seed in its slot is as good as new."""

@@ -98,7 +98,8 @@ def test_curves_run_from_zero_to_one_and_never_back() -> None:
         assert values[-1] == pytest.approx(1)
         assert values == sorted(values)
         assert curve_value(curve, 0.3) + curve_value(curve, 0.7) == pytest.approx(1)
-    assert curve_value(AlphaCurve.SIGMOID, 1 / 3) == pytest.approx(0.117, abs=1e-3)  # logistic with k = 12, renormalised
+    sigmoids = [curve_value(c, 1 / 3) for c in (AlphaCurve.SIGMOID_GENTLE, AlphaCurve.SIGMOID, AlphaCurve.SIGMOID_SHARP)]
+    assert sigmoids == pytest.approx([0.245, 0.117, 0.018], abs=1e-3)  # logistic with k = 6, 12, 24, renormalised
 
 
 def test_speed_zero_is_at_once() -> None:
@@ -157,6 +158,10 @@ def test_missing_evidence_denies() -> None:
     epoch(life, known=True)
     assert bool(life.verdicts()[0, 0, Op.FOSSILIZE])
     epoch(life, known=False)  # evidence does not outlive its epoch
+    assert not bool(life.verdicts()[0, 0, Op.FOSSILIZE])
+    epoch(life, known=True)
+    life.begin_epoch(action())
+    life.end_epoch()  # nothing said is nothing known
     assert not bool(life.verdicts()[0, 0, Op.FOSSILIZE])
     fresh = single()
     fresh.begin_epoch(action(Op.GERMINATE, blueprint=1))
@@ -229,6 +234,14 @@ def test_compact_spec_advances_by_itself() -> None:
     population.end_epoch()
     population.begin_epoch(torch.tensor([[2, 0, 0, 0], [0, 0, 0, 0]]))  # the third op of compact is PRUNE, at once
     assert population.life.stage[0, 0] == Stage.PRUNED
+    population.end_epoch()
+    population.reset(torch.arange(2), torch.arange(2))
+    population.life.drain_transitions()
+    for act in ([1, 0, 2, 1], [2, 0, 0, 0]):  # a prune goes before the automatic advance
+        population.begin_epoch(torch.tensor([act, [0, 0, 0, 0]]))
+        population.train_step(x, y)
+        population.end_epoch()
+    assert (Stage.TRAINING, Stage.PRUNED) in {(m.source, m.target) for m in population.life.drain_transitions()}
     with pytest.raises(EsperError, match=r"expected \[N, 4\]"):
         expand_actions(spec, torch.zeros(2, 8, dtype=torch.int64))
 

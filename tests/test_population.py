@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from esper.demo import random_actions
 from esper.kasmina import HOSTS, Host, Impairments, OptimConfig, Population
 from esper.kasmina.keys import mix, uniform
-from esper.leyline import ActionSpec, EsperError, GateConfig, LifecycleOp, StateFormatError
+from esper.leyline import ActionSpec, EsperError, GateConfig, Head, LifecycleOp, StateFormatError
 from tests.reference import batch, known_contributions, small_hosts
 
 ALL = torch.arange(6)
@@ -108,17 +108,62 @@ def test_restore_goes_back_bit_exactly(kind: str, device: str) -> None:
 def test_a_saved_population_goes_on_bit_exactly(kind: str, device: str, tmp_path: Path) -> None:
     spec = ActionSpec.full(3, [n for n in small(kind).spec.blueprints if n != "norm"])
     population = small(kind, device=device, spec=spec, gates=GateConfig(embargo=2), incubation="straight_through",
-                       optim=OptimConfig("sgd", lr=0.03, weight_decay=0.1))
+                       optim=OptimConfig("sgd", lr=0.03, weight_decay=0.1), compute_dtype=torch.float64)
+    impaired = Impairments.none(6, 3)
+    impaired.frozen[2, 1] = True
+    population.reset(ALL, ALL + 40, impaired)
+    population.set_lr(0.01 * torch.rand(6, 4))
+    population.set_decay(0.1 * torch.rand(6, 4))
     live(population, 7, 1)
     population.save(tmp_path / "p.safetensors")
     again = Population.load(tmp_path / "p.safetensors", device)
     assert again.life.gates == GateConfig(embargo=2)
     assert again.optim == population.optim
-    assert again.spec.blueprints == spec.blueprints
+    assert again.spec == population.spec
+    assert (again.life.epoch, again.life.open, again.compute_dtype) == (7, False, torch.float64)
+    assert {"lr", "decay", "trainable", "keys", "life.broken", "bank.3.steps"} <= population.snapshot(ALL).keys()
     for one in (population, again):
         live(one, 3, 2)
     assert_same(again.snapshot(ALL), population.snapshot(ALL))
     assert [p.name for p in tmp_path.iterdir()] == ["p.safetensors"]
+
+
+def test_a_spec_survives_the_file(tmp_path: Path) -> None:
+    names = small("mlp").spec.blueprints
+    compact = ActionSpec.compact(3, names)
+    spec = ActionSpec(3, names, compact.heads, compact.ops, auto_advance=True, defaults={Head.ALPHA_TARGET: 0})
+    small("mlp", spec=spec).save(tmp_path / "p.safetensors")
+    again = Population.load(tmp_path / "p.safetensors").spec
+    assert again == spec
+    assert again.defaults[Head.ALPHA_TARGET] == 0
+
+
+def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.safetensors"
+    small().save(path)
+    before = path.read_bytes()
+
+    def broken(tensors: object, target: Path, metadata: object) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("esper.kasmina.population.save_file", broken)
+    with pytest.raises(OSError, match="disk full"):
+        small(seed=3).save(path)
+    assert path.read_bytes() == before
+
+
+def test_reset_lifts_old_impairments() -> None:
+    population = small()
+    impaired = Impairments.none(6, 3)
+    impaired.frozen[:] = True
+    population.reset(ALL, ALL, impaired)
+    population.reset(ALL[:3], ALL[:3])
+    start = population.snapshot(ALL)["bank.0.weights"]
+    live(population, 1, 1)
+    weights, _ = population.host.layout.split(population.snapshot(ALL)["bank.0.weights"] - start)
+    moved = weights["stages.1.0.weight"].flatten(1).abs().sum(1) > 0
+    assert moved.tolist() == [True] * 3 + [False] * 3
 
 
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
@@ -241,6 +286,17 @@ def test_a_step_that_fails_is_no_evidence_of_health() -> None:
     with pytest.raises((IndexError, RuntimeError)):
         population.train_step(x, y + 100)
     population.end_epoch()
+    assert not bool(population.life.healthy.any())
+
+
+def test_health_is_evidence_of_one_epoch_only() -> None:
+    population = small("mlp")
+    population.begin_epoch(torch.tensor([population.spec.action(LifecycleOp.GERMINATE, blueprint="glu")] * 6))
+    population.train_step(*batch(population, 4, torch.Generator().manual_seed(0)))
+    population.end_epoch()
+    assert bool(population.life.healthy[:, 0].all())
+    population.begin_epoch(torch.tensor([population.spec.action(LifecycleOp.WAIT)] * 6))
+    population.end_epoch()  # nothing was trained
     assert not bool(population.life.healthy.any())
 
 

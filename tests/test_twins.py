@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from esper.demo import random_actions
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
@@ -129,7 +130,10 @@ def test_preview_of_an_incubating_seed(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler itself trips over warnings that are errors
 @pytest.mark.parametrize("kind", HOSTS)
 def test_compiled_equals_eager(kind: str, device: str) -> None:
-    eager, compiled = grown(kind, device, rows=8, epochs=6), grown(kind, device, rows=8, epochs=6, compile=True)
+    eager = grown(kind, device, rows=8, epochs=6)
+    graphs = counters["stats"]["unique_graphs"]
+    compiled = grown(kind, device, rows=8, epochs=6, compile=True)
+    assert 0 < counters["stats"]["unique_graphs"] - graphs <= 3  # one per stage, whatever the topology
     for name, tensor in eager.snapshot(torch.arange(8)).items():
         torch.testing.assert_close(tensor, compiled.snapshot(torch.arange(8))[name], rtol=0, atol=1e-8)
 
@@ -141,5 +145,5 @@ def test_bfloat16_stays_near(kind: str, device: str) -> None:
     rough.restore(torch.arange(ROWS), population.snapshot(torch.arange(ROWS)))
     x, y = batch(population, 6, torch.Generator().manual_seed(1))
     exact, near = population.forward(x), rough.forward(x).double()
-    assert float((near - exact).norm() / exact.norm()) < 2e-2
+    assert 0 < float((near - exact).norm() / exact.norm()) < 2e-2
     torch.testing.assert_close(rough.train_step(x, y).double(), population.train_step(x, y), rtol=2e-2, atol=2e-2)

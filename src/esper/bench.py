@@ -95,7 +95,7 @@ class Loop:
     def step(self, x: Tensor, y: Tensor) -> None:
         self.optim.zero_grad(set_to_none=True)
         for i, (net, parts) in enumerate(zip(self.nets, self.parts, strict=True)):
-            loss = F.cross_entropy(net(x[:, i]).float(), y[:, i])
+            loss = F.cross_entropy(net(x[:, i]).to(torch.promote_types(self.dtype, torch.float32)), y[:, i])
             loss.backward()
             for place, parameters in enumerate(parts):
                 nn.utils.clip_grad_norm_(parameters, self.clips[min(place, 1)])

@@ -1,0 +1,36 @@
+"""The benchmark compares what it says it compares."""
+
+import torch
+
+from esper.bench import Loop, random_topology
+from esper.kasmina import Host, OptimConfig, Population
+from tests.reference import batch, small_hosts
+
+
+def test_the_loop_trains_the_same_hosts_in_the_same_way() -> None:
+    optim = OptimConfig(lr=0.02, weight_decay=0.1, host_clip=0.2, seed_clip=0.1)
+    population = Population(Host("conv1d", **small_hosts()["conv1d"]), 6, dtype=torch.float64, optim=optim)
+    generator = torch.Generator().manual_seed(0)
+    random_topology(population, generator)
+    loop = Loop(population, 4)
+    for _ in range(3):
+        x, y = batch(population, 5, generator)
+        population.train_step(x, y)
+        loop.step(x, y)
+    for row, net in enumerate(loop.nets):
+        mine = dict(population.extract(row).named_parameters())
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter, mine[name], rtol=0, atol=1e-8)
+
+
+def test_every_draw_fills_every_slot_anew() -> None:
+    population = Population(Host("mlp"), 40)
+    generator = torch.Generator().manual_seed(0)
+    random_topology(population, generator)
+    first = population.life.blueprint.clone()
+    population.end_epoch()
+    random_topology(population, generator)
+    assert not torch.equal(first, population.life.blueprint)
+    assert sorted(first.unique().tolist()) == [1, 2, 3, 4, 5]  # all but noop
+    assert sorted(population.life.style.unique().tolist()) == [0, 1, 2]
+    assert bool((population.life.alpha == 1).all())
