@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from esper.bench import PopulationBench, run_population_bench
+from esper.memory import keep_freed_memory
 
 CPU = [PopulationBench(host="conv1d"), PopulationBench(host="mlp")]
 CUDA = [
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="commit that is measured")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    keep_freed_memory()
     for config in CUDA if torch.cuda.is_available() else CPU:
         result = run_population_bench(config, print)
         result |= {"date": datetime.date.today().isoformat(), "commit": options.commit, "hardware": hardware(config.device)}

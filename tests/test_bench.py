@@ -1,5 +1,8 @@
 """The benchmark compares what it says it compares."""
 
+import subprocess
+import sys
+
 import torch
 
 from esper.bench import Loop, random_topology
@@ -34,3 +37,22 @@ def test_every_draw_fills_every_slot_anew() -> None:
     assert sorted(first.unique().tolist()) == [1, 2, 3, 4, 5]  # all but noop
     assert sorted(population.life.style.unique().tolist()) == [0, 1, 2]
     assert bool((population.life.alpha == 1).all())
+
+
+def test_freed_memory_is_kept() -> None:
+    code = """
+import resource, sys, torch
+from esper.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def work():
+    return [torch.ones(1_000_000) for _ in range(40)]
+work(); work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = {how: int(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
+              for how in ("keep", "plain")}
+    assert faults["keep"] < faults["plain"] / 10, faults

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from esper.leyline import EsperError
+from esper.memory import keep_freed_memory
 
 COMMANDS = {
     "demo": ("esper.demo", "Demo", "run", "grow a small population, draw it and measure its speed"),
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb is None:
         print(usage(), file=sys.stdout if not words or words[0] in ("-h", "--help") else sys.stderr)
         return 0 if not words or words[0] in ("-h", "--help") else 2
+    keep_freed_memory()
     module, options, function, _ = COMMANDS[verb]
     room = import_module(module)
     try:
