@@ -1,8 +1,8 @@
 """Measures the published figures of `esper bench population` and writes them to benchmarks/results/.
 
-    python benchmarks/population.py --commit "$(git rev-parse --short HEAD)"
+    python benchmarks/population.py
 
-Runs what the machine has: CPU hosts always, the H200 figures when CUDA is there. Needs torch and rich, not the command.
+Measures CUDA hosts where CUDA is there, and CPU hosts elsewhere. Needs torch and rich, not the command.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 import torch
@@ -34,13 +35,16 @@ def hardware(device: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", required=True, help="commit that is measured")
+    parser.add_argument("--commit", help="commit that is measured (default: git's HEAD)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     keep_freed_memory()
     for config in CUDA if torch.cuda.is_available() else CPU:
         result = run_population_bench(config, print)
-        result |= {"date": datetime.date.today().isoformat(), "commit": options.commit, "hardware": hardware(config.device)}
+        result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
         name = "-".join([config.host, config.device, config.dtype, *["compiled"] * config.compile])
         path = options.out / f"population-{name}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")

@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
-from esper.bench import Loop, random_topology
+from esper.bench import Loop, PopulationBench, random_topology, run_population_bench
 from esper.kasmina import Host, OptimConfig, Population
 from tests.reference import batch, small_hosts
 
@@ -24,6 +25,13 @@ def test_the_loop_trains_the_same_hosts_in_the_same_way() -> None:
         mine = dict(population.extract(row).named_parameters())
         for name, parameter in net.named_parameters():
             torch.testing.assert_close(parameter, mine[name], rtol=0, atol=1e-8)
+
+
+def test_every_round_redraws_its_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = []
+    monkeypatch.setattr("esper.bench.random_topology", lambda *args: (draws.append(1), random_topology(*args)))
+    run_population_bench(PopulationBench(host="mlp", rows=2, batch=3, steps=1, rounds=3, warm_up=2), lambda line: None)
+    assert len(draws) == 2 + 2 * 3  # warm-up, and once for each way in each round
 
 
 def test_every_draw_fills_every_slot_anew() -> None:

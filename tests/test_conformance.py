@@ -134,6 +134,8 @@ def test_descriptors_tell_blueprints_apart(kind: str) -> None:
 @pytest.mark.parametrize("kind", HOSTS)
 def test_export_with_dynamic_batch(kind: str) -> None:
     population = crowd(kind)
+    for bank in population.banks[1:]:  # newborns are the zero function: a wrong export would not show
+        bank.weights += 0.1 * torch.randn(bank.weights.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for row in range(population.rows):
         net = population.extract(row).float().eval()
         x = torch.randn(4, *population.host.inputs)

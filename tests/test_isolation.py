@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from esper.demo import random_actions
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
 from esper.kasmina.stepping import row_losses
 from esper.leyline import Head, LifecycleOp, SeedStage, Style
@@ -60,49 +59,49 @@ def test_incubating_seeds_leave_their_host_bit_identical(kind: str, incubation: 
     assert bool(with_seeds.life.incubating.all())
     assert torch.equal(with_seeds.banks[0].weights, without.banks[0].weights)
     assert torch.equal(with_seeds.banks[0].second, without.banks[0].second)
-    born = [with_seeds.prototypes[0][int(b)].fresh for b in with_seeds.life.blueprint[:, 0]]
-    assert born
     assert int(with_seeds.banks[1].steps.min()) == 21
     for row in range(6):
         assert float(with_seeds.banks[1].second[row].abs().max()) > 0
 
 
-def run_with_fault(kind: str, device: str, incubation: str, fault: str | None) -> Population:
-    """A random life in which row 2 breaks before epoch 6; equal actions, equal data."""
-    population = Population(Host(kind, **small_hosts()[kind]), 8, device=device, incubation=incubation, seed=1)
-    generator = torch.Generator().manual_seed(4)
-    for epoch in range(12):
-        actions = random_actions(population, generator)
-        if epoch > 5:  # nothing changes after the fault, so that both runs keep equal group sizes
-            actions[2] = torch.tensor([int(LifecycleOp.WAIT), *[0] * 7])
-        population.begin_epoch(actions)
-        if epoch == 6 and fault is not None:
-            place, value = fault.split()
-            bank = population.banks[0] if place == "host" else population.banks[1 + int(planted_slot(population))]
-            bank.weights[2] = float(value)
-        for _ in range(2):
+PLACES = {"host": None, "live": 0, "incubating": 1, "freed": 2}
+"""Where row 2 breaks: its host, or the seed of one slot, which is then in that state."""
+
+
+def run_with_fault(kind: str, device: str, incubation: str, place: str, value: float | None) -> Population:
+    """Ten rows with every kind of seed. Row 2 breaks; the seed in its last slot is pruned, and its first fades."""
+    population = Population(Host(kind, **small_hosts()[kind]), 10, device=device, incubation=incubation, seed=1)
+    spec, generator = population.spec, torch.Generator().manual_seed(4)
+    blueprint = 1 + torch.arange(30).view(10, 3) % (len(spec.blueprints) - 1)
+    blueprint[:, 1] = -1
+    population.install(torch.arange(10), blueprint, torch.arange(30).view(10, 3) % 3, torch.ones(10, 3))
+    wait = spec.action(LifecycleOp.WAIT)
+    germinate = [spec.action(LifecycleOp.GERMINATE, slot=1, blueprint=spec.blueprints[1 + row % 3]) for row in range(10)]
+    prune = [spec.action(LifecycleOp.PRUNE, slot=2) if row == 2 else wait for row in range(10)]
+    fade = [spec.action(LifecycleOp.PRUNE, slot=0, alpha_speed=3) if row == 2 else wait for row in range(10)]
+    for epoch, actions in enumerate([germinate, prune, [wait] * 10, fade, [wait] * 10]):
+        population.begin_epoch(torch.tensor(actions))
+        if epoch == 1 and value is not None:
+            slot = PLACES[place]
+            population.banks[0 if slot is None else 1 + slot].weights[2] = value
+        for _ in range(3):
             population.train_step(*batch(population, 4, generator))
         population.end_epoch(known_contributions(population))
     return population
 
 
-def planted_slot(population: Population) -> int:
-    slots = population.life.planted[2].nonzero().flatten()
-    assert len(slots), "row 2 must hold a seed for this test to mean anything"
-    return int(slots[0])
-
-
-@pytest.mark.parametrize("fault", ["host nan", "host inf", "seed nan", "seed inf"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("incubation", INCUBATION)
 @pytest.mark.parametrize("kind", HOSTS)
-def test_faults_stay_in_their_row(kind: str, incubation: str, fault: str, device: str) -> None:
+def test_faults_stay_in_their_row(kind: str, incubation: str, place: str, value: float, device: str) -> None:
     torch.use_deterministic_algorithms(device == "cuda")
     try:
-        sick, well = run_with_fault(kind, device, incubation, fault), run_with_fault(kind, device, incubation, None)
+        sick, well = (run_with_fault(kind, device, incubation, place, v) for v in (value, None))
     finally:
         torch.use_deterministic_algorithms(False)
     assert not all(bool(bank.weights[2].isfinite().all()) for bank in sick.banks)
-    others = torch.tensor([0, 1, 3, 4, 5, 6, 7])
+    others = torch.tensor([0, 1, 3, 4, 5, 6, 7, 8, 9])
     mine, theirs = sick.snapshot(others), well.snapshot(others)
     for name, tensor in mine.items():
         assert torch.equal(tensor, theirs[name]), name

@@ -78,6 +78,20 @@ def test_newborn_weights_are_their_prototypes(device: str) -> None:
         assert bool((got[len(expected) :] == 0).all())
 
 
+def test_the_next_seed_in_a_slot_is_another_one() -> None:
+    population = small("mlp")
+    germinate = torch.tensor([population.spec.action(LifecycleOp.GERMINATE, blueprint="glu")] * 6)
+    wait = torch.tensor([population.spec.action(LifecycleOp.WAIT)] * 6)
+    population.begin_epoch(germinate)
+    first = population.banks[1].weights.clone()
+    population.end_epoch()
+    for actions in [torch.tensor([population.spec.action(LifecycleOp.PRUNE)] * 6), wait, wait, germinate]:
+        population.begin_epoch(actions)
+        population.end_epoch()
+    assert population.life.germinations[:, 0].tolist() == [2] * 6
+    assert bool((population.banks[1].weights != first).any(1).all())
+
+
 def test_reset_touches_its_rows_alone() -> None:
     population = small()
     live(population, 6, 1)

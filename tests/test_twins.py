@@ -1,5 +1,7 @@
 """Numerical twins: the population against plain PyTorch modules, in float64."""
 
+import shutil
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -47,8 +49,14 @@ def test_training_equals_a_loop_of_modules(kind: str, incubation: str, optim: st
                             optim=config, seed=2)
     generator = torch.Generator().manual_seed(3)
     plain = [PlainHost(population, row) for row in range(ROWS)]
+    faded = replaced = 0
+    last = torch.full((ROWS, 3), -1)
     for _ in range(20):
         population.begin_epoch(random_actions(population, generator))
+        now, life = population.life.blueprint, population.life
+        replaced += int(((now >= 0) & (last >= 0) & (now != last)).sum())
+        last = torch.where(now >= 0, now, last)
+        faded += int((life.fading & (life.ramp_at == life.ramp_length)).sum())
         for host in plain:
             host.follow()
         for _ in range(1 if device == "cpu" else 3):  # on CUDA the third step is a replayed graph
@@ -67,10 +75,11 @@ def test_training_equals_a_loop_of_modules(kind: str, incubation: str, optim: st
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
     taken = edges(population.life.drain_transitions())
     s = SeedStage
-    for edge in [(s.DORMANT, s.GERMINATED), (s.TRAINING, s.BLENDING), (s.BLENDING, s.PRUNED), (s.TRAINING, s.PRUNED),
-                 (s.RESETTING, s.DORMANT), (s.HOLDING, s.FOSSILIZED)]:
+    for edge in [(s.DORMANT, s.GERMINATED), (s.TRAINING, s.BLENDING), (s.TRAINING, s.PRUNED), (s.RESETTING, s.DORMANT),
+                 (s.HOLDING, s.FOSSILIZED)]:
         assert edge in taken
-    assert int(population.life.germinations.max()) > 1  # another seed in the same slot
+    assert faded > 0
+    assert replaced > 0
 
 
 @pytest.mark.parametrize("kind", HOSTS)
@@ -127,13 +136,14 @@ def test_preview_of_an_incubating_seed(kind: str) -> None:
     assert not torch.equal(preview[:, 0], population.forward(x)[:, row])
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # the compiler itself trips over warnings that are errors
 @pytest.mark.parametrize("kind", HOSTS)
 def test_compiled_equals_eager(kind: str, device: str) -> None:
     eager = grown(kind, device, rows=8, epochs=6)
     graphs = counters["stats"]["unique_graphs"]
     compiled = grown(kind, device, rows=8, epochs=6, compile=True)
-    assert 0 < counters["stats"]["unique_graphs"] - graphs <= 3  # one per stage, whatever the topology
+    assert counters["stats"]["unique_graphs"] - graphs == 3  # one per stage, whatever the topology
     for name, tensor in eager.snapshot(torch.arange(8)).items():
         torch.testing.assert_close(tensor, compiled.snapshot(torch.arange(8))[name], rtol=0, atol=1e-8)
 

@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class PopulationBench:
-    """Train hosts with three live seeds each, in a topology redrawn every epoch: as a population, and as a loop of modules.
+    """Train hosts that hold three seeds each: as a population, and as a loop.
 
     Example: esper bench population --host mlp --rows 64 --json
     """
@@ -43,6 +43,7 @@ class PopulationBench:
     warm_up: int = 3
     """Epochs before the first round. Libraries plan for shapes they have not met; after a few epochs shapes recur."""
     device: str = "cpu"
+    """cpu, or cuda."""
     dtype: str = "float32"
     """float32, or bfloat16 (the loop's weights too, which is its fastest way; the population's stay float32)."""
     compile: bool = False
@@ -55,6 +56,8 @@ class PopulationBench:
             raise EsperError("--rows, --batch, --steps, --rounds and --warm-up must be at least 1, --loop-rows at least 0")
         if self.loop_rows > self.rows:
             raise EsperError("--loop-rows cannot exceed --rows: the loop trains some of the population's own hosts")
+        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
+            raise EsperError(f"no --device {self.device!r} here; choose from cpu{', cuda' * torch.cuda.is_available()}")
         if self.dtype not in DTYPES:
             raise EsperError(f"no --dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
 
@@ -72,16 +75,22 @@ def random_topology(population: Population, generator: torch.Generator) -> None:
 
 
 class Loop:
-    """The same hosts as plain modules, one after the other, with the fastest optimiser and clipping PyTorch has."""
+    """The same hosts as plain modules, one after the other, with the fastest optimiser and clipping we know.
+
+    AdamW is elementwise, so one fused optimiser serves all hosts. Clipping is per host and per seed, but computed for
+    all of them together: a `clip_grad_norm_` call for each costs the loop a sixth of its speed on small hosts.
+    """
 
     def __init__(self, population: Population, rows: int) -> None:
-        self.dtype = population.compute_dtype
+        self.dtype, config = population.compute_dtype, population.optim
         self.nets = [population.extract(i).to(self.dtype) for i in range(rows)]
-        self.parts = [self._parts(net) for net in self.nets]
-        config = population.optim
-        every = [p for net in self.nets for p in net.parameters()]
-        self.optim = torch.optim.AdamW(every, config.lr, config.betas, config.eps, config.weight_decay, fused=True)
-        self.clips = (config.host_clip, config.seed_clip)
+        parts = [part for net in self.nets for part in self._parts(net)]
+        self.parameters = [p for part in parts for p in part]
+        owners = [number for number, part in enumerate(parts) for _ in part]
+        self.owner = torch.tensor(owners, device=population.device)
+        clips = [config.host_clip, *[config.seed_clip] * len(population.prototypes)] * rows
+        self.clips = torch.tensor(clips, device=population.device)
+        self.optim = torch.optim.AdamW(self.parameters, config.lr, config.betas, config.eps, config.weight_decay, fused=True)
 
     @staticmethod
     def _parts(net: nn.Module) -> list[list[nn.Parameter]]:
@@ -94,12 +103,20 @@ class Loop:
 
     def step(self, x: Tensor, y: Tensor) -> None:
         self.optim.zero_grad(set_to_none=True)
-        for i, (net, parts) in enumerate(zip(self.nets, self.parts, strict=True)):
-            loss = F.cross_entropy(net(x[:, i]).to(torch.promote_types(self.dtype, torch.float32)), y[:, i])
-            loss.backward()
-            for place, parameters in enumerate(parts):
-                nn.utils.clip_grad_norm_(parameters, self.clips[min(place, 1)])
+        for i, net in enumerate(self.nets):
+            F.cross_entropy(net(x[:, i]).to(torch.promote_types(self.dtype, torch.float32)), y[:, i]).backward()
+        self._clip()
         self.optim.step()
+
+    def _clip(self) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm(grads)).to(torch.promote_types(self.dtype, torch.float32))
+        squares = norms.new_zeros(len(self.clips)).index_add_(0, self.owner, norms * norms)
+        scales = (self.clips / (squares.sqrt() + 1e-6)).clamp(max=1.0)[self.owner].to(self.dtype)
+        if scales.is_cuda:
+            torch._foreach_mul_(grads, list(scales.unbind()))
+        else:
+            torch._foreach_mul_(grads, scales.tolist())
 
 
 def _timed(work: Callable[[], object], device: str) -> float:

@@ -27,9 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     verb = next((v for v in sorted(COMMANDS, key=len, reverse=True) if words[: len(v.split())] == v.split()), None)
+    if verb is None and (not words or {"-h", "--help"} & set(words)):
+        print(usage())
+        return 0
     if verb is None:
-        print(usage(), file=sys.stdout if not words or words[0] in ("-h", "--help") else sys.stderr)
-        return 0 if not words or words[0] in ("-h", "--help") else 2
+        print(f"esper: no command {' '.join(words)!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     keep_freed_memory()
     module, options, function, _ = COMMANDS[verb]
     room = import_module(module)

@@ -15,7 +15,7 @@ from esper.picture import Frame, growth_svg
 
 @dataclass(frozen=True)
 class Demo:
-    """Grow a small population on a toy task, draw it, and measure how fast populations train.
+    """Grow a small population on a toy task, draw it, and measure its speed.
 
     Example: esper demo --rows 24 --epochs 20
     """
@@ -25,9 +25,13 @@ class Demo:
     rows: int = 24
     """Hosts that grow."""
     epochs: int = 20
+    """Epochs of their life; one decision per host and epoch."""
     seed: int = 0
+    """Decides weights, data and decisions."""
 
     def __post_init__(self) -> None:
+        if self.out.exists() and not self.out.is_dir():
+            raise EsperError(f"--out {self.out} is a file; name a folder")
         if min(self.rows, self.epochs) < 1:
             raise EsperError("--rows and --epochs must be at least 1")
 

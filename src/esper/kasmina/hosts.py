@@ -13,6 +13,9 @@ from esper.kasmina.keys import seeded
 from esper.kasmina.lift import Layout, Weights, draw_rows, initial_range, lifted
 from esper.leyline import EsperError, SlotConfig, SlotShape
 
+MOST_COMPILED = 24
+"""Compiled variants of host stages in one process; beyond them stages run eagerly."""
+
 
 @dataclass(frozen=True)
 class Impairments:
@@ -158,7 +161,8 @@ class Host:
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    """`lifted`, compiled once per stage and shape. Static shapes only: the recompile limit bounds the variants."""
+    """`lifted`, compiled once per stage and shape. Static shapes only, and the limit bounds the variants of a process."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_COMPILED)
     return torch.compile(lifted, dynamic=False)
 
 
