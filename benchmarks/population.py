@@ -18,11 +18,10 @@ import torch
 from esper.bench import PopulationBench, run_population_bench
 from esper.memory import keep_freed_memory
 
-CPU = [PopulationBench(host="conv1d"), PopulationBench(host="mlp")]
+CPU = [{"host": "conv1d"}, {"host": "mlp"}]
 CUDA = [
-    PopulationBench(host="cnn", rows=256, loop_rows=64, batch=128, device="cuda", dtype="bfloat16", compile=True),
-    PopulationBench(host="cnn", rows=256, loop_rows=64, batch=128, device="cuda", dtype="bfloat16"),
-    PopulationBench(host="conv1d", rows=256, loop_rows=64, device="cuda"),
+    {"host": "cnn", "rows": 256, "loop_rows": 64, "batch": 128, "device": "cuda", "dtype": "bfloat16", "compile": True},
+    {"host": "conv1d", "rows": 256, "loop_rows": 64, "device": "cuda"},
 ]
 
 
@@ -42,7 +41,8 @@ def main() -> None:
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
     keep_freed_memory()
-    for config in CUDA if torch.cuda.is_available() else CPU:
+    for options_of_one in CUDA if torch.cuda.is_available() else CPU:
+        config = PopulationBench(**options_of_one)
         result = run_population_bench(config, print)
         result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
         name = "-".join([config.host, config.device, config.dtype, *["compiled"] * config.compile])

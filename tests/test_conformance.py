@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina import BLUEPRINTS, HOSTS, Host, Population, blueprints_for, find_blueprint, register_blueprint
 from esper.kasmina.blending import Graft
+from esper.kasmina.lift import _conv_as_matmul
 from esper.leyline import EsperError, SlotShape, Style
 from tests.reference import small_hosts
 
@@ -121,6 +122,22 @@ def test_lifted_seeds_do_the_declared_work(kind: str, width: int) -> None:
             prototype.layout.load(module, flat[copy])
             mine, rows = (out[copy], x[copy]) if kind == "mlp" else (out[:, copy], x[:, copy])
             torch.testing.assert_close(mine, module(rows).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("extent", "taps"), [((9,), (3,)), ((6, 7), (3, 3)), ((6, 5), (1, 1)), ((6, 5), (3, 1))])
+def test_convolution_as_a_matrix_product(extent: tuple[int, ...], taps: tuple[int, ...]) -> None:
+    x = torch.randn(2, 4, 3, *extent, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 5, 3, *taps, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    padding = tuple(size // 2 for size in taps)
+    conv = torch.nn.functional.conv1d if len(taps) == 1 else torch.nn.functional.conv2d
+    expected = conv(x.flatten(1, 2), weight.flatten(0, 1), bias.flatten(), padding=padding, groups=4).unflatten(1, (4, 5))
+    got = _conv_as_matmul(x, weight, bias, padding)
+    direction = torch.randn_like(expected)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(torch.autograd.grad(got, [x, weight, bias], direction),
+                    torch.autograd.grad(expected, [x, weight, bias], direction), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("kind", HOSTS)

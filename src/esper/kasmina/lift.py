@@ -69,8 +69,10 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     plain = layer.groups == 1 and set(layer.stride) == {1} and set(layer.dilation) == {1}
     if x.is_cuda and plain and set(layer.kernel_size) == {1} and set(layer.padding) == {0}:
         return _pointwise(x, weight, bias)
-    if x.is_cuda and plain and x.dim() == 4 and layer.in_channels > 1:
-        return _conv1d_as_matmul(x, weight, bias, layer.padding[0])
+    if x.is_cuda and plain and (torch.are_deterministic_algorithms_enabled() or (x.dim() == 4 and layer.in_channels > 1)):
+        # cuDNN's grouped 1-d kernels are up to 10 times slower than this. Its 2-d kernels are fast, but some put several
+        # groups into one tile, where a NaN of one row times the zeros between groups is a NaN for its neighbours.
+        return _conv_as_matmul(x, weight, bias, layer.padding)
     if x.is_cuda and layer.groups == 1 and x.dim() == 5 and layer.in_channels % 4:
         # cuDNN runs odd channel counts one group at a time; a few channels of zeros make it twice as fast.
         extra = -layer.in_channels % 4
@@ -88,14 +90,16 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + per_row(bias, x)
 
 
-def _conv1d_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
-    # cuDNN's grouped 1-d kernels are up to 10 times slower than gathering the taps and one batched matrix product.
-    taps = F.pad(x, (padding, padding)).unfold(3, weight.shape[-1], 1)  # [B, G, C, L, K]
-    batch, copies, _, length, _ = taps.shape
-    columns = taps.permute(1, 0, 3, 2, 4).reshape(copies, batch * length, -1)
-    out = torch.bmm(columns, weight.flatten(2).transpose(1, 2)) if bias is None else torch.baddbmm(
-        bias[:, None], columns, weight.flatten(2).transpose(1, 2))
-    return out.view(copies, batch, length, -1).permute(1, 0, 3, 2).contiguous()
+def _conv_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
+    """Gather the taps, then one batched matrix product: x [B, G, C, *extent], weight [G, O, C, *taps]."""
+    taps = F.pad(x, [p for size in reversed(padding) for p in (size, size)])
+    for dim, size in enumerate(weight.shape[3:], start=3):
+        taps = taps.unfold(dim, size, 1)  # [B, G, C, *extent, *taps]
+    extent, around = taps.shape[3 : 3 + len(padding)], range(3, 3 + len(padding))
+    columns = taps.permute(1, 0, *around, 2, *range(3 + len(padding), taps.dim())).reshape(x.shape[1], -1, weight[0, 0].numel())
+    out: Tensor = RowLinear.apply(columns, weight.flatten(2), bias)  # [G, B * positions, O]
+    out = out.view(x.shape[1], x.shape[0], *extent, -1)
+    return out.permute(1, 0, out.dim() - 1, *range(2, out.dim() - 1)).contiguous()
 
 
 class RowLinear(torch.autograd.Function):
