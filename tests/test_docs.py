@@ -1,5 +1,6 @@
 """What the README says must run."""
 
+import json
 import os
 import re
 import subprocess
@@ -23,3 +24,13 @@ def test_readme_names_only_make_targets_that_exist() -> None:
     targets = re.findall(r"^make (\w+)", README.read_text(), re.MULTILINE)
     assert targets
     assert all(f"\n{target}:" in makefile for target in targets)
+
+
+def test_readme_figures_are_the_committed_ones() -> None:
+    text = README.read_text()
+    results = sorted((README.parent / "benchmarks" / "results").glob("*.json"))
+    assert len(results) >= 4
+    for path in results:
+        result = json.loads(path.read_text())
+        assert f"| {result['samples_per_second']['population']:,.0f} |" in text
+        assert f"| {result['ratio']:.1f} | {result['hardware']}, torch {result['torch']} | {result['date']}, {result['commit']} |" in text
