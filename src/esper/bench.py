@@ -78,7 +78,7 @@ class Loop:
     """The same hosts as plain modules, one after the other, with the fastest optimiser and clipping we know.
 
     AdamW is elementwise, so one fused optimiser serves all hosts. Clipping is per host and per seed: on CUDA a
-    `clip_grad_norm_` for each is fastest, on the CPU one batched pass over all of them is (by a sixth on small hosts).
+    `clip_grad_norm_` for each is fastest, on the CPU one batched pass over all of them is.
     """
 
     def __init__(self, population: Population, rows: int) -> None:

@@ -72,7 +72,7 @@ class SlotRows:
                 out.index_copy_(dim, rows, part)
             return out
         shape[dim] = 0 if self.covered else 1
-        return torch.cat([*parts, parts[0].new_zeros(shape)], dim).index_select(dim, self.inverse)  # index_copy_ is 3x slower
+        return torch.cat([*parts, parts[0].new_zeros(shape)], dim).index_select(dim, self.inverse)  # index_copy_ is slower
 
 
 class Gather(torch.autograd.Function):

@@ -143,7 +143,7 @@ class Lifecycle:
         return self.at(SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
 
     def drain_transitions(self) -> list[Transition]:
-        """Every move since the last call, in order (of the last 10,000 kinds of move, if nobody asked for long)."""
+        """Every move since the last call, in order (the oldest are dropped if nobody asks for very long)."""
         moves = list(self._moves)
         self._moves.clear()
         return [Transition(epoch, row, slot, SeedStage(source), SeedStage(target))

@@ -70,11 +70,11 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if x.is_cuda and plain and set(layer.kernel_size) == {1} and set(layer.padding) == {0}:
         return _pointwise(x, weight, bias)
     if x.is_cuda and plain and (torch.are_deterministic_algorithms_enabled() or (x.dim() == 4 and layer.in_channels > 1)):
-        # cuDNN's grouped 1-d kernels are up to 10 times slower than this. Its 2-d kernels are fast, but some put several
+        # cuDNN's grouped 1-d kernels are slower than this. Its 2-d kernels are fast, but some put several
         # groups into one tile, where a NaN of one row times the zeros between groups is a NaN for its neighbours.
         return _conv_as_matmul(x, weight, bias, layer.padding)
     if x.is_cuda and layer.groups == 1 and x.dim() == 5 and layer.in_channels % 4:
-        # cuDNN runs odd channel counts one group at a time; a few channels of zeros make it twice as fast.
+        # cuDNN runs odd channel counts one group at a time; a few channels of zeros make it faster.
         extra = -layer.in_channels % 4
         x, weight = F.pad(x, (0, 0, 0, 0, 0, extra)), F.pad(weight, (0, 0, 0, 0, 0, extra))
     conv = F.conv1d if x.dim() == 4 else F.conv2d
@@ -85,7 +85,7 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
 
 
 def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # cuDNN's grouped 1x1 kernels take 4-6 times as long as a batched matrix product.
+    # cuDNN's grouped 1x1 kernels are slower than a batched matrix product.
     out = torch.matmul(weight.flatten(2), x.flatten(3)).unflatten(3, x.shape[3:])
     return out if bias is None else out + per_row(bias, x)
 
@@ -105,7 +105,7 @@ def _conv_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tup
 class RowLinear(torch.autograd.Function):
     """x [G, B, I] times weight [G, O, I], plus bias [G, O].
 
-    By hand for the shape of one gradient: `baddbmm` returns the weight's transposed, and its copies took a tenth of a step.
+    By hand for the shape of one gradient: `baddbmm` returns the weight's transposed, which then has to be copied.
     """
 
     @staticmethod
