@@ -51,9 +51,12 @@ class SlotRows:
         self.inverse = torch.full((self.total,), len(order), device=order.device)
         self.inverse[order] = torch.arange(len(order), device=order.device)
         self._padded = [torch.cat([rows, rows[:1].expand(extra)]) for rows, extra in zip(self.groups, self.padding, strict=True)]
+        self._all = torch.cat(self._padded) if self._padded else order
 
     def gather(self, h: Tensor) -> tuple[Tensor, ...]:
-        return tuple(h.index_select(row_dim(h), rows) for rows in self._padded)
+        if row_dim(h) == 0:  # then parts of the whole are contiguous
+            return h.index_select(0, self._all).split([len(rows) for rows in self._padded])
+        return tuple(h.index_select(1, rows) for rows in self._padded)
 
     def divide(self, special: Tensor) -> tuple[Tensor, Tensor]:
         """(products, gated ones) as views of the special rows."""

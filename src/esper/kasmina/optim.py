@@ -70,15 +70,14 @@ def _adamw(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
     seg.second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     steps = seg.steps.double()  # 1 - 0.999 ** 1 has few digits left in float32
     unbias, step = (1 - beta2**steps).rsqrt().to(grad.dtype), (-seg.lr / (1 - beta1**steps)).to(grad.dtype)
-    root, eps = seg.second.sqrt(), torch.full((), config.eps, dtype=grad.dtype, device=grad.device)
-    for view, factor in zip(seg.views(root), seg.columns(unbias), strict=True):
-        torch.addcmul(eps, view, factor, out=view)
-    change = torch.div(seg.first, root, out=root)
+    change = seg.second.sqrt()
+    views = seg.views(change)
+    torch._foreach_mul_(views, seg.columns(unbias))
+    torch.div(seg.first, change.add_(config.eps), out=change)
+    torch._foreach_mul_(views, seg.columns(step))
     if seg.decays:
-        for theta, shrink in zip(seg.theta_views, seg.columns(1 - seg.lr * seg.decay), strict=True):
-            theta.mul_(shrink)
-    for theta, view, factor in zip(seg.theta_views, seg.views(change), seg.columns(step), strict=True):
-        theta.addcmul_(view, factor)
+        torch._foreach_mul_(seg.theta_views, seg.columns(1 - seg.lr * seg.decay))
+    seg.theta.add_(change)
 
 
 def _sgd(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
@@ -101,8 +100,7 @@ def update(config: OptimConfig, seg: Segments, grad: Tensor) -> Tensor:
         grads[0].mul_(seg.trainable)
         before = hosts.clone()
     norms = torch.cat([torch.linalg.vector_norm(view, dim=1) for view in grads])
-    for view, scale in zip(grads, seg.columns((seg.clip / (norms + 1e-6)).clamp(max=1.0)), strict=True):
-        view.mul_(scale)
+    torch._foreach_mul_(grads, seg.columns((seg.clip / (norms + 1e-6)).clamp(max=1.0)))
     seg.steps += 1
     UPDATES[config.kind](config, seg, grad)
     if before is not None and seg.trainable is not None:
