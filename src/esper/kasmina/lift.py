@@ -212,31 +212,6 @@ def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor
     return copies if copies.dim() == 3 else copies.transpose(0, 1)
 
 
-class Split(torch.autograd.Function):
-    """flat [G, P] -> views [G, *shape] of it, one per shape. One step of backward instead of two for each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, shapes: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        ctx.size, ctx.shapes = flat.shape, shapes
-        ctx.set_materialize_grads(False)
-        return _cut(flat, shapes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        present = [grad for grad in grads if grad is not None]
-        flat = present[0].new_empty(ctx.size)
-        if sum(grad.numel() for grad in present) < flat.numel():
-            flat.zero_()
-        places = [place for place, grad in zip(_cut(flat, ctx.shapes), grads, strict=True) if grad is not None]
-        torch._foreach_copy_(places, present)
-        return flat, None
-
-
-def _cut(flat: Tensor, shapes: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    parts = flat.split([math.prod(shape) for shape in shapes], dim=1)
-    return tuple(part.view(flat.shape[0], *shape) for part, shape in zip(parts, shapes, strict=True))
-
-
 class Layout:
     """Where each parameter of a module lies in a flat row of length P."""
 
@@ -249,8 +224,8 @@ class Layout:
 
     def split(self, flat: Tensor) -> tuple[Weights, Tensor]:
         """(named views [G, *shape], what lies behind them [G, rest]) of flat rows [G, P + rest]."""
-        *parts, rest = Split.apply(flat, [*self.shapes, (flat.shape[1] - self.size,)])
-        return dict(zip(self.names, parts, strict=True)), rest
+        *parts, rest = flat.split([*self.sizes, flat.shape[1] - self.size], dim=1)
+        return {name: part.view(-1, *shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}, rest
 
     def load(self, module: nn.Module, row: Tensor) -> None:
         """Copy one flat row [P] into the module's parameters."""

@@ -9,12 +9,12 @@ run with which seeds at which alpha; its seeds are wired to the pack once and us
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from esper.kasmina.blending import Blend, Gather, SlotRows, StraightThrough
 from esper.kasmina.blueprints import Prototype
 from esper.kasmina.hosts import Host
+from esper.kasmina.lift import Layout, Weights
 from esper.kasmina.optim import Segments
 from esper.leyline import Style
 
@@ -54,33 +54,60 @@ class Group:
 
 
 class Pack:
-    """Everything alive as one flat vector with its moments, copied out of the banks and written back to them."""
+    """Everything alive as one flat vector with its moments, copied out of the banks and written back to them.
 
-    def __init__(self, banks: list[Bank], groups: list[Group], lr: Tensor, decay: Tensor, clips: tuple[float, float],
-                 trainable: Tensor | None) -> None:
-        self.banks, self.groups = banks, groups
-        self.device, dtype = banks[0].weights.device, banks[0].weights.dtype
+    A group on CUDA is padded with rows of zeros: a new shape costs cuDNN a new plan, tens of milliseconds, and sizes in
+    steps of eight recur soon. Nothing depends on those rows, so their gradients and updates are zero.
+    """
+
+    def __init__(self, banks: list[Bank], layout: Layout, groups: list[Group], lr: Tensor, decay: Tensor,
+                 clips: tuple[float, float], trainable: Tensor | None, dtype: torch.dtype) -> None:
+        """`layout` is the hosts'; `dtype` is what passes compute in."""
+        self.banks, self.groups, self.dtype = banks, groups, dtype
+        self.device, exact = banks[0].weights.device, banks[0].weights.dtype
         rows = len(banks[0].weights)
-        self._parts = [(banks[0], torch.arange(rows), banks[0].weights.shape[1])]
-        self._parts += [(banks[1 + g.slot], g.rows, g.size) for g in groups]
-        self._device_rows = [r.to(self.device) for _, r, _ in self._parts]
-        self.rows = torch.cat([rows for _, rows, _ in self._parts])  # [K] population row of each segment
-        counts = torch.tensor([len(rows) for _, rows, _ in self._parts])
-        self.places = torch.tensor([0, *(1 + g.slot for g in groups)]).repeat_interleave(counts)  # [K] 0 is the host
+        self.padding = [-len(g.rows) % 8 if self.device.type == "cuda" else 0 for g in groups]
+        self._parts = [(banks[0], torch.arange(rows), banks[0].weights.shape[1], 0)]
+        self._parts += [(banks[1 + g.slot], g.rows, g.size, extra) for g, extra in zip(groups, self.padding, strict=True)]
+        self._device_rows = [part[1].to(self.device) for part in self._parts]
+        counts = [len(rows) + extra for _, rows, _, extra in self._parts]
+        self.rows = torch.cat([_lengthen(rows, extra) for _, rows, _, extra in self._parts])  # [K] row of each segment
+        self.real = torch.cat([torch.arange(n) < len(rows) for n, (_, rows, _, _) in zip(counts, self._parts, strict=True)])
+        places = torch.tensor([0, *(1 + g.slot for g in groups)])
+        self.places = places.repeat_interleave(torch.tensor(counts))  # [K] 0 is the host
         theta, first, second = (
-            torch.cat([t[:, :size].flatten() for t, (_, _, size) in zip(self._take(name), self._parts, strict=True)])
+            torch.cat([t[:, : part[2]].flatten() for t, part in zip(self._take(name), self._parts, strict=True)])
             for name in ("weights", "first", "second"))
-        clip = torch.tensor(clips, dtype=dtype)[self.places.clamp(max=1)]
+        clip = torch.tensor(clips, dtype=exact)[self.places.clamp(max=1)]
         self.segments = Segments(
-            [(len(rows), size) for _, rows, size in self._parts], theta, first, second, torch.cat(self._take("steps")),
-            lr[self.rows, self.places].to(self.device, dtype), decay[self.rows, self.places].to(self.device, dtype),
-            clip.to(self.device), bool((decay != 0).any()), trainable)
-        self.theta, self.views = self.segments.theta, self.segments.views
+            [(n, part[2]) for n, part in zip(counts, self._parts, strict=True)], theta, first, second,
+            torch.cat(self._take("steps")), lr[self.rows, self.places].to(self.device, exact),
+            decay[self.rows, self.places].to(self.device, exact), clip.to(self.device), bool((decay != 0).any()), trainable)
+        self.theta, self.views = theta, self.segments.views
         self.finite = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self.steps_taken = 0
+        layouts = [layout, *(g.prototype.layout for g in groups)]
+        self._computed = theta if dtype == exact else torch.empty_like(theta, dtype=dtype)
+        self.weights = [_leaves(layout.split(view)) for layout, view in zip(layouts, self.views(self._computed), strict=True)]
+        self._grad = torch.zeros_like(theta)
+        self._grads = [t for layout, view in zip(layouts, self.views(self._grad), strict=True) for t in _flat(layout.split(view))]
 
     def _take(self, name: str) -> list[Tensor]:
-        return [bank.tensors()[name][rows] for (bank, _, _), rows in zip(self._parts, self._device_rows, strict=True)]
+        taken = [part[0].tensors()[name][rows] for part, rows in zip(self._parts, self._device_rows, strict=True)]
+        return [torch.cat([t, t.new_zeros(part[3], *t.shape[1:])]) if part[3] else t
+                for t, part in zip(taken, self._parts, strict=True)]
+
+    def refresh(self) -> None:
+        """Bring the weights that passes read up to date, where they compute in another precision."""
+        if self._computed is not self.theta:
+            self._computed.copy_(self.theta)
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """d loss / d theta [T], in a buffer that is used again. What no pass reads has none."""
+        grads = torch.autograd.grad(loss, [leaf for weights in self.weights for leaf in _flat(weights)], allow_unused=True)
+        reached = [(place, grad) for place, grad in zip(self._grads, grads, strict=True) if grad is not None]
+        torch._foreach_copy_([place for place, _ in reached], [grad for _, grad in reached])
+        return self._grad
 
     def set_lr(self, lr: Tensor) -> None:
         self.segments.lr.copy_(lr[self.rows, self.places])
@@ -89,10 +116,10 @@ class Pack:
         seg = self.segments
         steps = seg.columns(seg.steps)
         flats = (("weights", self.views(seg.theta)), ("first", self.views(seg.first)), ("second", self.views(seg.second)))
-        for number, ((bank, _, size), rows) in enumerate(zip(self._parts, self._device_rows, strict=True)):
+        for number, ((bank, _, size, _), rows) in enumerate(zip(self._parts, self._device_rows, strict=True)):
             for name, views in flats:
-                bank.tensors()[name][rows, :size] = views[number]
-            bank.steps[rows] = steps[number].flatten()
+                bank.tensors()[name][rows, :size] = views[number][: len(rows)]
+            bank.steps[rows] = steps[number].flatten()[: len(rows)]
 
     def locate(self, slots: int) -> tuple[Tensor, Tensor]:
         """(group [N, S], index in it [N, S]) of every seed in the pack, -1 where there is none."""
@@ -104,6 +131,20 @@ class Pack:
         return group_of, index_of
 
 
+def _lengthen(rows: Tensor, extra: int) -> Tensor:
+    return torch.cat([rows, rows[:1].expand(extra)])
+
+
+def _leaves(weights: tuple[Weights, Tensor]) -> tuple[Weights, Tensor]:
+    """The same memory as variables that gradients end at."""
+    named, rest = weights
+    return {name: w.detach().requires_grad_() for name, w in named.items()}, rest.detach().requires_grad_()
+
+
+def _flat(weights: tuple[Weights, Tensor]) -> list[Tensor]:
+    return [*weights[0].values(), weights[1]]
+
+
 @dataclass
 class Use:
     """One group's part in a pass: its seeds `pick` (None is all, in order) serve the pass rows `rows`."""
@@ -112,13 +153,18 @@ class Use:
     prototype: Prototype
     rows: Tensor  # [G] rows of the pass
     pick: Tensor | None
+    padding: int
     live: bool
     gated: Tensor  # [g] positions in this use whose style is GATE
 
-    def weights(self, flats: list[Tensor]) -> Tensor:
-        flat = flats[1 + self.group]
-        flat = flat if self.pick is None else flat.index_select(0, self.pick)
-        return flat if self.live else flat.detach()
+    def weights(self, pack: Pack) -> tuple[Weights, Tensor]:
+        """(the module's weights, the gates') of its seeds and its padding."""
+        named, rest = pack.weights[1 + self.group]
+        return {name: self._chosen(w) for name, w in named.items()}, self._chosen(rest)
+
+    def _chosen(self, weight: Tensor) -> Tensor:
+        weight = weight if self.live else weight.detach()
+        return weight if self.pick is None else weight.index_select(0, self.pick)
 
 
 class SlotWiring:
@@ -129,21 +175,17 @@ class SlotWiring:
         self.alpha = alpha.to(device, dtype)
         rows = torch.cat([use.rows for use in uses]) if uses else torch.empty(0, dtype=torch.int64)
         gates = torch.cat([use.rows[use.gated] for use in uses]) if uses else rows
-        # A new shape costs cuDNN a new plan, tens of milliseconds; sizes in steps of eight recur soon.
-        self.padding = [-len(use.rows) % 8 if device.type == "cuda" else 0 for use in uses]
         products = rows[style[rows] == Style.MULTIPLY]
-        self.rows = SlotRows([use.rows.to(device) for use in uses], self.padding, torch.cat([products, gates]).to(device),
-                             len(products), len(alpha))
+        self.rows = SlotRows([use.rows.to(device) for use in uses], [use.padding for use in uses],
+                             torch.cat([products, gates]).to(device), len(products), len(alpha))
         for use in uses:
             use.pick = None if use.pick is None else use.pick.to(device)
             use.gated = use.gated.to(device)
 
-    def __call__(self, h: Tensor, flats: list[Tensor]) -> Tensor:
+    def __call__(self, h: Tensor, pack: Pack) -> Tensor:
         if not self.uses:
             return h
-        flat = [F.pad(use.weights(flats), (0, 0, 0, extra)) if extra else use.weights(flats)
-                for use, extra in zip(self.uses, self.padding, strict=True)]
-        weights, tails = zip(*(use.prototype.layout.split(w) for use, w in zip(self.uses, flat, strict=True)), strict=True)
+        weights, tails = zip(*(use.weights(pack) for use in self.uses), strict=True)
         inputs = Gather.apply(h, self.rows)
         outputs = [use.prototype(w, x) for use, w, x in zip(self.uses, weights, inputs, strict=True)]
         gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
@@ -156,8 +198,7 @@ class Pass:
     """A list of rows to run: live rows with their own weights, or extra rows with an alpha of their own."""
 
     def __init__(self, host: Host, pack: Pack, style: Tensor, alpha: Tensor, env: Tensor | None = None,
-                 dtype: torch.dtype | None = None, shadow: bool = False, incubate: Tensor | None = None,
-                 compiled: bool = False) -> None:
+                 shadow: bool = False, incubate: Tensor | None = None, compiled: bool = False) -> None:
         """`alpha` [R, S]; `env` [R] maps pass rows to population rows (None is every row, in order).
 
         `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of the ghosts that learn
@@ -166,14 +207,12 @@ class Pass:
         self.host, self.pack, self.shadow, self.compiled = host, pack, shadow, compiled
         self.env = None if env is None else env.to(pack.device)
         rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
-        dtype = dtype or pack.theta.dtype
         location = pack.locate(style.shape[1])
-        self.slots = [self._wire(s, alpha, rows, style, location, dtype) for s in range(style.shape[1])]
-        self.ghosts = [None if incubate is None else self._wire(s, incubate, rows, style, location, dtype)
+        self.slots = [self._wire(s, alpha, rows, style, location) for s in range(style.shape[1])]
+        self.ghosts = [None if incubate is None else self._wire(s, incubate, rows, style, location)
                        for s in range(style.shape[1])]
 
-    def _wire(self, slot: int, alpha: Tensor, rows: Tensor, style: Tensor, location: tuple[Tensor, Tensor],
-              dtype: torch.dtype) -> SlotWiring:
+    def _wire(self, slot: int, alpha: Tensor, rows: Tensor, style: Tensor, location: tuple[Tensor, Tensor]) -> SlotWiring:
         group_of, index_of = (where[rows, slot] for where in location)
         uses = []
         for number, group in enumerate(self.pack.groups):
@@ -182,18 +221,22 @@ class Pass:
                 continue
             pick = index_of[mine]
             whole = len(pick) == len(group.rows) and bool((pick == torch.arange(len(pick))).all())
+            padding = self.pack.padding[number] if whole else -len(pick) % 8 * (self.pack.device.type == "cuda")
             live = group.incubating or not self.shadow
             gated = (style[rows[mine], slot] == Style.GATE).nonzero().flatten()
-            uses.append(Use(number, group.prototype, mine, None if whole else pick, live, gated))
-        return SlotWiring(uses, alpha[:, slot], style[rows, slot], self.pack.device, dtype)
+            uses.append(Use(number, group.prototype, mine, None if whole else _lengthen(pick, padding), padding, live, gated))
+        return SlotWiring(uses, alpha[:, slot], style[rows, slot], self.pack.device, self.pack.dtype)
 
-    def __call__(self, flats: list[Tensor], x: Tensor) -> Tensor:
-        """Logits [R, B, classes] from the pack's views and samples [B, R, *inputs]."""
-        hosts = flats[0] if self.env is None else flats[0].index_select(0, self.env)
-        weights, _ = self.host.layout.split(hosts.detach() if self.shadow else hosts)
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits [R, B, classes] of samples [B, R, *inputs]."""
+        hosts, _ = self.pack.weights[0]
+        if self.shadow:
+            hosts = {name: w.detach() for name, w in hosts.items()}
+        if self.env is not None:
+            hosts = {name: w.index_select(0, self.env) for name, w in hosts.items()}
         h = self.host.enter(x)
         for index, (slot, ghost) in enumerate(zip(self.slots, self.ghosts, strict=True)):
-            h = slot(self.host.stage(index, weights, h, self.compiled), flats)
+            h = slot(self.host.stage(index, hosts, h, self.compiled), self.pack)
             if ghost is not None and ghost.uses:
-                h = StraightThrough.apply(h, ghost(h.detach(), flats))
-        return self.host.head(weights, h)
+                h = StraightThrough.apply(h, ghost(h.detach(), self.pack))
+        return self.host.head(hosts, h)

@@ -134,9 +134,9 @@ class Population:
         if self._stepper is None:
             pack, life = self._packed(), self.life
             ghosts = torch.where(life.incubating, life.target, 0.0) if self.incubation == "straight_through" else None
-            main = Pass(self.host, pack, life.style, life.alpha, dtype=self.compute_dtype, incubate=ghosts, compiled=self.compile)
+            main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile)
             shadow = self._shadow_pass(pack) if self.incubation == "shadow" else None
-            self._stepper = Stepper(pack, main, shadow, self.optim, self.compute_dtype)
+            self._stepper = Stepper(pack, main, shadow, self.optim)
         return self._stepper(x, y)
 
     def _shadow_pass(self, pack: Pack) -> Pass | None:
@@ -148,7 +148,7 @@ class Population:
         slot = torch.cat([torch.full_like(g.rows, g.slot) for g in groups])
         alpha = self.life.alpha[env]
         alpha[torch.arange(len(env)), slot] = self.life.target[env, slot]
-        return Pass(self.host, pack, self.life.style, alpha, env, self.compute_dtype, shadow=True)
+        return Pass(self.host, pack, self.life.style, alpha, env, shadow=True)
 
     @torch.no_grad()
     def forward(self, x: Tensor, rows: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
@@ -160,15 +160,16 @@ class Population:
         self._check_samples(x, self.rows if rows is None else len(rows))
         pack = self._packed()
         if rows is None and alpha is None:
-            self._live = self._live or Pass(self.host, pack, self.life.style, self.life.alpha, dtype=self.compute_dtype)
+            self._live = self._live or Pass(self.host, pack, self.life.style, self.life.alpha)
             chosen = self._live
         else:
             env = torch.arange(self.rows) if rows is None else rows.cpu()
             alphas = self.life.alpha[env] if alpha is None else alpha.cpu().to(torch.float32)
             if alphas.shape != (len(env), self.spec.slots) or not bool(((alphas >= 0) & (alphas <= 1)).all()):
                 raise EsperError(f"alpha needs {[len(env), self.spec.slots]} numbers from 0 to 1; got shape {list(alphas.shape)}")
-            chosen = Pass(self.host, pack, self.life.style, alphas, env, self.compute_dtype)
-        return chosen(pack.views(pack.theta.to(self.compute_dtype)), x.to(self.compute_dtype)).transpose(0, 1)
+            chosen = Pass(self.host, pack, self.life.style, alphas, env)
+        pack.refresh()
+        return chosen(x.to(self.compute_dtype)).transpose(0, 1)
 
     def end_epoch(self, contribution: Contribution | None = None) -> None:
         """Record evidence and make the moves of time. Contributions not given are unknown."""
@@ -282,8 +283,8 @@ class Population:
     def _packed(self) -> Pack:
         if self._pack is None:
             whole = bool((self.trainable == 1).all())
-            self._pack = Pack(self.banks, self._groups(), self.lr, self.decay, (self.optim.host_clip, self.optim.seed_clip),
-                              None if whole else self.trainable)
+            self._pack = Pack(self.banks, self.host.layout, self._groups(), self.lr, self.decay,
+                              (self.optim.host_clip, self.optim.seed_clip), None if whole else self.trainable, self.compute_dtype)
         return self._pack
 
     def _groups(self) -> list[Group]:
@@ -302,7 +303,7 @@ class Population:
         """Write a trained pack back to the banks; whatever reads or writes banks comes after this."""
         if self._pack is not None and self._pack.steps_taken:
             self._pack.write_back()
-            seeds = self._pack.places > 0
+            seeds = (self._pack.places > 0) & self._pack.real
             self.life.record_gradients(self._pack.rows[seeds], self._pack.places[seeds] - 1, self._pack.finite.cpu()[seeds])
         self._pack = self._stepper = self._live = None
 

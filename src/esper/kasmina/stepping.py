@@ -19,33 +19,31 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
 class Stepper:
     """Trains a pack in place. Its wiring is fixed, so on CUDA the second step is captured and later ones replayed."""
 
-    def __init__(self, pack: Pack, main: Pass, shadow: Pass | None, optim: OptimConfig, dtype: torch.dtype) -> None:
-        self.pack, self.main, self.shadow, self.optim, self.dtype = pack, main, shadow, optim, dtype
+    def __init__(self, pack: Pack, main: Pass, shadow: Pass | None, optim: OptimConfig) -> None:
+        self.pack, self.main, self.shadow, self.optim = pack, main, shadow, optim
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._losses: Tensor | None = None
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        losses = self._step_on_cuda(x, y) if x.is_cuda else self._step(x.to(self.dtype), y)
+        losses = self._step_on_cuda(x, y) if x.is_cuda else self._step(x.to(self.pack.dtype), y)
         self.pack.steps_taken += 1
         return losses
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         pack = self.pack
-        theta = pack.theta.detach().requires_grad_()
-        flats = pack.views(theta.to(self.dtype))
-        losses = row_losses(self.main(flats, x), y)
+        pack.refresh()
+        losses = row_losses(self.main(x), y)
         total = losses.sum()
         if self.shadow is not None and self.shadow.env is not None:
             env = self.shadow.env
-            total = total + row_losses(self.shadow(flats, x.index_select(1, env)), y.index_select(1, env)).sum()
-        (grad,) = torch.autograd.grad(total, theta)
-        pack.finite &= update(self.optim, pack.segments, grad).isfinite()
+            total = total + row_losses(self.shadow(x.index_select(1, env)), y.index_select(1, env)).sum()
+        pack.finite &= update(self.optim, pack.segments, pack.gradient(total)).isfinite()
         return losses.detach()
 
     def _step_on_cuda(self, x: Tensor, y: Tensor) -> Tensor:
         if self._inputs is None or self._inputs[0].shape != x.shape:
-            self._inputs, self._graph = (x.to(self.dtype, copy=True), y.clone()), None
+            self._inputs, self._graph = (x.to(self.pack.dtype, copy=True), y.clone()), None
             return self._warm_up()
         self._inputs[0].copy_(x)
         self._inputs[1].copy_(y)
