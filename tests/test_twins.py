@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 
 from esper.demo import random_actions
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
+from esper.kasmina.packing import MULTIPLE
 from esper.leyline import SeedStage, Transition
 from tests.reference import PlainHost, batch, known_contributions, small_hosts
 
@@ -80,6 +81,17 @@ def test_training_equals_a_loop_of_modules(kind: str, incubation: str, optim: st
         assert edge in taken
     assert faded > 0
     assert replaced > 0
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_padded_groups_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where groups are padded."""
+    plain = grown(kind)
+    monkeypatch.setitem(MULTIPLE, "cpu", 8)
+    padded = grown(kind)
+    theirs = padded.tensors()
+    for name, tensor in plain.tensors().items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("kind", HOSTS)

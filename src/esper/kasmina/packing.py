@@ -9,6 +9,7 @@ run with which seeds at which alpha; its seeds are wired to the pack once and us
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from esper.kasmina.blending import Blend, Gather, SlotRows, StraightThrough
@@ -17,6 +18,10 @@ from esper.kasmina.hosts import Host
 from esper.kasmina.lift import Layout, Weights
 from esper.kasmina.optim import Segments
 from esper.leyline import Style
+
+MULTIPLE = {"cpu": 1, "cuda": 8}
+"""A group runs with a multiple of so many rows. On CUDA a new shape costs cuDNN a new plan, tens of milliseconds, and
+sizes in steps of eight recur soon."""
 
 
 class Bank:
@@ -56,8 +61,7 @@ class Group:
 class Pack:
     """Everything alive as one flat vector with its moments, copied out of the banks and written back to them.
 
-    A group on CUDA is padded with rows of zeros: a new shape costs cuDNN a new plan, tens of milliseconds, and sizes in
-    steps of eight recur soon. Nothing depends on those rows, so their gradients and updates are zero.
+    Groups are padded to a `MULTIPLE` of rows. Nothing depends on the padding and nothing is written back from it.
     """
 
     def __init__(self, banks: list[Bank], layout: Layout, groups: list[Group], lr: Tensor, decay: Tensor,
@@ -66,12 +70,13 @@ class Pack:
         self.banks, self.groups, self.dtype = banks, groups, dtype
         self.device, exact = banks[0].weights.device, banks[0].weights.dtype
         rows = len(banks[0].weights)
-        self.padding = [-len(g.rows) % 8 if self.device.type == "cuda" else 0 for g in groups]
+        self.padding = [-len(g.rows) % MULTIPLE[self.device.type] for g in groups]
         self._parts = [(banks[0], torch.arange(rows), banks[0].weights.shape[1], 0)]
         self._parts += [(banks[1 + g.slot], g.rows, g.size, extra) for g, extra in zip(groups, self.padding, strict=True)]
         self._device_rows = [part[1].to(self.device) for part in self._parts]
         counts = [len(rows) + extra for _, rows, _, extra in self._parts]
-        self.rows = torch.cat([_lengthen(rows, extra) for _, rows, _, extra in self._parts])  # [K] row of each segment
+        padded = [torch.cat([rows, rows[:1].expand(extra)]) for _, rows, _, extra in self._parts]
+        self.rows = torch.cat(padded)  # [K] population row of each segment
         self.real = torch.cat([torch.arange(n) < len(rows) for n, (_, rows, _, _) in zip(counts, self._parts, strict=True)])
         places = torch.tensor([0, *(1 + g.slot for g in groups)])
         self.places = places.repeat_interleave(torch.tensor(counts))  # [K] 0 is the host
@@ -131,10 +136,6 @@ class Pack:
         return group_of, index_of
 
 
-def _lengthen(rows: Tensor, extra: int) -> Tensor:
-    return torch.cat([rows, rows[:1].expand(extra)])
-
-
 def _leaves(weights: tuple[Weights, Tensor]) -> tuple[Weights, Tensor]:
     """The same memory as variables that gradients end at."""
     named, rest = weights
@@ -164,7 +165,10 @@ class Use:
 
     def _chosen(self, weight: Tensor) -> Tensor:
         weight = weight if self.live else weight.detach()
-        return weight if self.pick is None else weight.index_select(0, self.pick)
+        if self.pick is None:
+            return weight
+        chosen = weight.index_select(0, self.pick)
+        return F.pad(chosen, [0, 0] * (chosen.dim() - 1) + [0, self.padding]) if self.padding else chosen
 
 
 class SlotWiring:
@@ -221,10 +225,10 @@ class Pass:
                 continue
             pick = index_of[mine]
             whole = len(pick) == len(group.rows) and bool((pick == torch.arange(len(pick))).all())
-            padding = self.pack.padding[number] if whole else -len(pick) % 8 * (self.pack.device.type == "cuda")
+            padding = self.pack.padding[number] if whole else -len(pick) % MULTIPLE[self.pack.device.type]
             live = group.incubating or not self.shadow
             gated = (style[rows[mine], slot] == Style.GATE).nonzero().flatten()
-            uses.append(Use(number, group.prototype, mine, None if whole else _lengthen(pick, padding), padding, live, gated))
+            uses.append(Use(number, group.prototype, mine, None if whole else pick, padding, live, gated))
         return SlotWiring(uses, alpha[:, slot], style[rows, slot], self.pack.device, self.pack.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
