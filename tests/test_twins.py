@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from esper.demo import random_actions
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
 from esper.kasmina.packing import MULTIPLE
-from esper.leyline import SeedStage, Transition
+from esper.leyline import LifecycleOp, SeedStage, Transition
 from tests.reference import PlainHost, batch, known_contributions, small_hosts
 
 ROWS = 24
@@ -81,6 +81,46 @@ def test_training_equals_a_loop_of_modules(kind: str, incubation: str, optim: st
         assert edge in taken
     assert faded > 0
     assert replaced > 0
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_probed_rows_equal_a_forward_of_their_own(kind: str, device: str) -> None:
+    """Rows that branch off where they differ, against the same rows run from the input."""
+    population = grown(kind, device)
+    x, _ = batch(population, 4, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    env = torch.randint(ROWS, (60,), generator=generator)
+    alpha = population.life.alpha[env]
+    switched = torch.rand(60, 3, generator=generator) < 0.4
+    alpha = torch.where(switched, torch.randint(2, (60, 3), generator=generator) * 0.7, alpha)
+    before = population.snapshot(torch.arange(ROWS))
+    logits = population.probe(env, alpha)(x)
+    wanted = population.forward(x[:, env.to(device)], env, alpha)
+    torch.testing.assert_close(logits[:, :ROWS], population.forward(x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits[:, ROWS:], wanted, rtol=0, atol=1e-10)
+    assert float((wanted - population.forward(x)[:, env.to(device)]).abs().max()) > 1e-3
+    for name, tensor in population.snapshot(torch.arange(ROWS)).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_shadow_steps_train_incubating_seeds_alone(kind: str, device: str) -> None:
+    """A shadow step gives a seed what a whole step gives it, and leaves the rest."""
+    def run(whole: bool) -> Population:
+        population = Population(Host(kind, **small_hosts()[kind]), 6, dtype=torch.float64, device=device)
+        generator = torch.Generator().manual_seed(0)
+        actions = torch.tensor([[int(LifecycleOp.GERMINATE), 1, 1 + row % 3, row % 3, 0, 2, 0, 0] for row in range(6)])
+        population.begin_epoch(actions)
+        population.set_lr(torch.tensor([0.0, 0.01, 0.01, 0.01]).repeat(6, 1))
+        for _ in range(4):
+            (population.train_step if whole else population.shadow_step)(*batch(population, 4, generator))
+        return population
+
+    alone, whole = run(False), run(True)
+    born = Population(Host(kind, **small_hosts()[kind]), 6, dtype=torch.float64, device=device)
+    assert torch.equal(alone.tensors()["bank.0.weights"], born.tensors()["bank.0.weights"])
+    torch.testing.assert_close(alone.tensors()["bank.2.weights"], whole.tensors()["bank.2.weights"], rtol=0, atol=1e-10)
+    assert float(alone.tensors()["bank.2.second"].amax(1).min()) > 0
 
 
 @pytest.mark.parametrize("kind", HOSTS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from esper.kasmina.blending import Blend, Gather, SlotRows, StraightThrough
 from esper.kasmina.blueprints import Prototype
 from esper.kasmina.hosts import Host
-from esper.kasmina.lift import Layout, Weights
+from esper.kasmina.lift import Layout, Weights, row_dim
 from esper.kasmina.optim import Segments
 from esper.leyline import Style
 
@@ -202,17 +202,22 @@ class Pass:
     """A list of rows to run: live rows with their own weights, or extra rows with an alpha of their own."""
 
     def __init__(self, host: Host, pack: Pack, style: Tensor, alpha: Tensor, env: Tensor | None = None,
-                 shadow: bool = False, incubate: Tensor | None = None, compiled: bool = False) -> None:
+                 shadow: bool = False, incubate: Tensor | None = None, compiled: bool = False,
+                 branches: list[Tensor] | None = None) -> None:
         """`alpha` [R, S]; `env` [R] maps pass rows to population rows (None is every row, in order).
 
         `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of the ghosts that learn
-        straight through; None wires no ghosts. `compiled` runs the host's stages through `torch.compile`.
+        straight through; None wires no ghosts. `compiled` runs the host's stages through `torch.compile`. `branches`
+        names for each slot the pass rows that later rows copy in front of it: those start there, not at the input.
         """
         self.host, self.pack, self.shadow, self.compiled = host, pack, shadow, compiled
         self.env = None if env is None else env.to(pack.device)
         rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
         location = pack.locate(style.shape[1])
-        self.slots = [self._wire(s, alpha, rows, style, location) for s in range(style.shape[1])]
+        self.branches = [b.to(pack.device) for b in branches or []]
+        late = sum(len(b) for b in self.branches)
+        ends = [len(alpha) - late + sum(len(b) for b in self.branches[: s + 1]) for s in range(style.shape[1])]
+        self.slots = [self._wire(s, alpha[:end], rows[:end], style, location) for s, end in enumerate(ends)]
         self.ghosts = [None if incubate is None else self._wire(s, incubate, rows, style, location)
                        for s in range(style.shape[1])]
 
@@ -236,11 +241,20 @@ class Pass:
         hosts, _ = self.pack.weights[0]
         if self.shadow:
             hosts = {name: w.detach() for name, w in hosts.items()}
-        if self.env is not None:
-            hosts = {name: w.index_select(0, self.env) for name, w in hosts.items()}
         h = self.host.enter(x)
         for index, (slot, ghost) in enumerate(zip(self.slots, self.ghosts, strict=True)):
-            h = slot(self.host.stage(index, hosts, h, self.compiled), self.pack)
+            h = self.host.stage(index, self._of(hosts, f"stages.{index}.", h), h, self.compiled)
+            if self.branches and len(self.branches[index]):
+                h = torch.cat([h, h.index_select(row_dim(h), self.branches[index])], row_dim(h))
+            h = slot(h, self.pack)
             if ghost is not None and ghost.uses:
                 h = StraightThrough.apply(h, ghost(h.detach(), self.pack))
-        return self.host.head(hosts, h)
+        return self.host.head(self._of(hosts, "head.", h), h)
+
+    def _of(self, hosts: Weights, prefix: str, h: Tensor) -> Weights:
+        """The weights of one part of the host, for the rows that h has."""
+        mine = {name: w for name, w in hosts.items() if name.startswith(prefix)}
+        if self.env is None:
+            return mine
+        rows = self.env[: h.shape[row_dim(h)]]
+        return {name: w.index_select(0, rows) for name, w in mine.items()}

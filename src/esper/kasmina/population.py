@@ -5,6 +5,7 @@ Legend: N rows (environments), S slots, B batch, P parameters.
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,6 +140,16 @@ class Population:
             self._stepper = Stepper(pack, main, shadow, self.optim)
         return self._stepper(x, y)
 
+    def shadow_step(self, x: Tensor, y: Tensor) -> None:
+        """One optimiser step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`."""
+        self._check_samples(x, self.rows)
+        if self._stepper is None:
+            shadow = self._shadow_pass(self._packed())
+            if shadow is None:
+                raise EsperError("no row has an incubating seed that could take a shadow step")
+            self._stepper = Stepper(self._packed(), None, shadow, self.optim)
+        self._stepper(x, y)
+
     def _shadow_pass(self, pack: Pack) -> Pass | None:
         """Rows in which one incubating seed each runs at its target alpha behind a stopped host."""
         groups = [g for g in pack.groups if g.incubating]
@@ -170,6 +181,31 @@ class Population:
             chosen = Pass(self.host, pack, self.life.style, alphas, env)
         pack.refresh()
         return chosen(x.to(self.compute_dtype)).transpose(0, 1)
+
+    def probe(self, rows: Tensor, alpha: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function from samples [B, N, *inputs] to logits [B, N + R, classes]: every live row, then rows [R] of the
+        population (any, repeated or not) at alphas [R, S] of their own.
+
+        What such a row shares with its live row is computed once: it starts where their alphas first differ. The
+        function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
+        """
+        pack, live = self._packed(), self.life.alpha
+        env = rows.cpu()
+        differs = (alpha.cpu() != live[env]) & self.life.planted[env]
+        first = torch.where(differs.any(1), differs.int().argmax(1), self.spec.slots - 1)
+        order = first.argsort(stable=True)
+        branches = [env[order[first[order] == slot]] for slot in range(self.spec.slots)]
+        whole = Pass(self.host, pack, self.life.style, torch.cat([live, alpha.cpu().float()[order]]),
+                     torch.cat([torch.arange(self.rows), env[order]]), branches=branches)
+        back = torch.cat([torch.arange(self.rows), self.rows + order.argsort()]).to(self.device)
+
+        @torch.no_grad()
+        def run(x: Tensor) -> Tensor:
+            self._check_samples(x, self.rows)
+            pack.refresh()
+            return whole(x.to(self.compute_dtype)).index_select(0, back).transpose(0, 1)
+
+        return run
 
     def end_epoch(self, contribution: Contribution | None = None) -> None:
         """Record evidence and make the moves of time. Contributions not given are unknown."""

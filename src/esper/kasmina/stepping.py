@@ -19,7 +19,8 @@ def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
 class Stepper:
     """Trains a pack in place. Its wiring is fixed, so on CUDA the second step is captured and later ones replayed."""
 
-    def __init__(self, pack: Pack, main: Pass, shadow: Pass | None, optim: OptimConfig) -> None:
+    def __init__(self, pack: Pack, main: Pass | None, shadow: Pass | None, optim: OptimConfig) -> None:
+        """Without a main pass only incubating seeds learn, and losses are those of the shadow rows."""
         self.pack, self.main, self.shadow, self.optim = pack, main, shadow, optim
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
@@ -33,13 +34,17 @@ class Stepper:
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         pack = self.pack
         pack.refresh()
-        losses = row_losses(self.main(x), y)
-        total = losses.sum()
-        if self.shadow is not None and self.shadow.env is not None:
-            env = self.shadow.env
-            total = total + row_losses(self.shadow(x.index_select(1, env)), y.index_select(1, env)).sum()
+        passes = [p for p in (self.main, self.shadow) if p is not None]
+        losses = [self._losses_of(p, x, y) for p in passes]
+        total = torch.stack([loss.sum() for loss in losses]).sum() if len(losses) > 1 else losses[0].sum()
         pack.finite &= update(self.optim, pack.segments, pack.gradient(total)).isfinite()
-        return losses.detach()
+        return losses[0].detach()
+
+    @staticmethod
+    def _losses_of(chosen: Pass, x: Tensor, y: Tensor) -> Tensor:
+        if chosen.env is not None:
+            x, y = x.index_select(1, chosen.env), y.index_select(1, chosen.env)
+        return row_losses(chosen(x), y)
 
     def _step_on_cuda(self, x: Tensor, y: Tensor) -> Tensor:
         if self._inputs is None or self._inputs[0].shape != x.shape:
