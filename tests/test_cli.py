@@ -47,7 +47,7 @@ def test_help_shows_an_example(verb: str, capsys: pytest.CaptureFixture[str]) ->
         main([*verb.split(), "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert f"esper {verb} --" in text
+    assert f"Example: esper {verb}" in text
     assert max(map(len, text.splitlines())) <= 80
 
 

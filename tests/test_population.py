@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from esper.demo import random_actions
 from esper.kasmina import HOSTS, Host, Impairments, OptimConfig, Population
-from esper.kasmina.keys import mix, uniform
 from esper.leyline import ActionSpec, EsperError, GateConfig, Head, LifecycleOp, StateFormatError
+from esper.leyline.keys import mix, uniform
 from tests.reference import batch, known_contributions, small_hosts
 
 ALL = torch.arange(6)
@@ -161,7 +161,7 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
         Path(target).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("esper.kasmina.population.save_file", broken)
+    monkeypatch.setattr("esper.leyline.storage.save_file", broken)
     with pytest.raises(OSError, match="disk full"):
         small(seed=3).save(path)
     assert path.read_bytes() == before

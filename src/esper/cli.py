@@ -12,6 +12,8 @@ from esper.memory import keep_freed_memory
 
 COMMANDS = {
     "demo": ("esper.demo", "Demo", "run", "grow a small population, draw it and measure its speed"),
+    "tasks": ("esper.tasks_cli", "TasksList", "run_list", "list the tasks, their published scores and their data"),
+    "tasks add-data": ("esper.tasks_cli", "TasksAddData", "run_add_data", "check a task's files and remember their folder"),
     "bench population": ("esper.bench", "PopulationBench", "run", "compare a population with a loop over plain modules"),
 }
 """verb -> (module, options, function, what it does); modules are imported when their verb is used."""

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from esper.bench import PopulationBench, bench_table, run_population_bench
 from esper.kasmina import Host, Population
-from esper.leyline import Contribution, EsperError, Head, LifecycleOp, SeedStage
+from esper.leyline import Contribution, EsperError, SeedStage, View
 from esper.picture import Frame, growth_svg
+from esper.tamiyo import Random
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,11 @@ class Demo:
 
 
 def random_actions(population: Population, generator: torch.Generator) -> Tensor:
-    """One legal action per row, [N, heads]: uniform over allowed ops, then slots, then values; never a noop seed."""
-    life, spec = population.life, population.spec
-    every = torch.arange(life.rows)
-    allowed = life.verdicts()
-    op = torch.multinomial(allowed.any(1).float(), 1, generator=generator).squeeze(1)
-    slot = torch.multinomial(allowed[every, :, op].float(), 1, generator=generator).squeeze(1)
-    actions = torch.stack([torch.randint(spec.head_sizes[head], (life.rows,), generator=generator) for head in Head], 1)
-    actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
-    real = torch.tensor([float(name != "noop") for name in spec.blueprints]).repeat(life.rows, 1)
-    actions[:, Head.BLUEPRINT] = torch.multinomial(real, 1, generator=generator).squeeze(1)
-    retarget = op == LifecycleOp.SET_ALPHA_TARGET
-    actions[:, Head.STYLE] = torch.where(retarget, life.style[every, slot], actions[:, Head.STYLE])
-    target = torch.multinomial(life.free_targets()[every, slot].float(), 1, generator=generator).squeeze(1)
-    actions[:, Head.ALPHA_TARGET] = torch.where(retarget, target, actions[:, Head.ALPHA_TARGET])
-    return actions
+    """One legal action per row, [N, heads], from the random policy."""
+    life = population.life
+    nothing = torch.zeros(life.rows, dtype=torch.int64)
+    keys = torch.randint(2**62, (life.rows,), generator=generator)
+    return Random()(View(population.spec, keys, nothing, nothing > 0, life.verdicts(), life.free_targets(), life.style))
 
 
 def waves(batch: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.hosts import HOSTS
-from esper.kasmina.keys import seeded
 from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights, draw_rows, initial_range, lifted
 from esper.leyline import Cost, EsperError, SlotShape
+from esper.leyline.keys import seeded
 
 HOST_KINDS = tuple(HOSTS)
 CONV_KINDS = tuple(kind for kind, row in HOSTS.items() if len(row.inputs) > 1)

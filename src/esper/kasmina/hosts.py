@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.keys import seeded
 from esper.kasmina.lift import Layout, Weights, draw_rows, initial_range, lifted
-from esper.leyline import EsperError, SlotConfig, SlotShape
+from esper.leyline import Cost, EsperError, SlotConfig, SlotShape
+from esper.leyline.keys import seeded
 
 MOST_COMPILED = 24
 """Compiled variants of host stages in one process; beyond them stages run eagerly."""
@@ -115,6 +116,15 @@ class Host:
     @functools.cached_property
     def layout(self) -> Layout:
         return Layout(self.template)
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            h = torch.zeros(1, *self.inputs)
+            for stage in self.template.stages:  # type: ignore[union-attr]
+                h = stage(h)
+            self.template.head(h)  # type: ignore[operator]
+        return Cost(self.layout.size, counter.get_total_flops())
 
     @functools.cached_property
     def _initial_range(self) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.keys import uniform
+from esper.leyline.keys import uniform
 
 Weights = dict[str, Tensor]  # name -> [G, *shape]
 

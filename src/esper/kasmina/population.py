@@ -3,23 +3,16 @@
 Legend: N rows (environments), S slots, B batch, P parameters.
 """
 
-import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import Prototype, blueprints_for, find_blueprint
 from esper.kasmina.hosts import Host, Impairments
-from esper.kasmina.keys import mix, seeded
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
 from esper.kasmina.network import GrownNetwork
@@ -27,8 +20,9 @@ from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank, Group, Pack, Pass
 from esper.kasmina.stepping import Stepper
 from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, StateFormatError, Style
+from esper.leyline.keys import mix, seeded
+from esper.leyline.storage import plain, read_state, rebuilt, write_state
 
-SCHEMA = 1
 INCUBATION = ("shadow", "straight_through")
 
 
@@ -285,30 +279,21 @@ class Population:
 
     def save(self, path: str | Path) -> None:
         """Write the whole population to one safetensors file with a JSON header; the file appears whole or not at all."""
-        spec = self.spec
         header = {
-            "schema": SCHEMA, "rows": self.rows, "epoch": self.life.epoch, "open": self.life.open,
-            "incubation": self.incubation, "dtype": str(self.dtype), "compute_dtype": str(self.compute_dtype),
-            "host": asdict(self.host), "gates": asdict(self.life.gates), "optim": asdict(self.optim),
-            "spec": {"slots": spec.slots, "blueprints": spec.blueprints, "heads": spec.heads, "ops": spec.ops,
-                     "auto_advance": spec.auto_advance, "defaults": [spec.defaults[head] for head in Head]},
+            "rows": self.rows, "epoch": self.life.epoch, "open": self.life.open, "incubation": self.incubation,
+            "dtype": str(self.dtype), "compute_dtype": str(self.compute_dtype), "host": plain(self.host),
+            "gates": plain(self.life.gates), "optim": plain(self.optim), "spec": plain(self.spec),
         }
-        temporary = Path(f"{path}.writing")
-        save_file({k: v.contiguous() for k, v in self.tensors().items()}, temporary, {"esper.population": json.dumps(header)})
-        os.replace(temporary, path)
+        write_state(path, "population", header, self.tensors())
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "Population":
-        header, tensors = _read(path)
-        spec = header["spec"]
+        header, tensors = read_state(path, "population")
         population = cls(
-            _rebuilt(Host, header["host"]), header["rows"],
-            spec=ActionSpec(spec["slots"], tuple(spec["blueprints"]), tuple(Head(h) for h in spec["heads"]),
-                            tuple(LifecycleOp(o) for o in spec["ops"]), spec["auto_advance"],
-                            dict(zip(Head, spec["defaults"], strict=True))),
-            gates=_rebuilt(GateConfig, header["gates"]), optim=_rebuilt(OptimConfig, header["optim"]),
+            rebuilt(Host, header["host"]), header["rows"], spec=rebuilt(ActionSpec, header["spec"]),
+            gates=rebuilt(GateConfig, header["gates"]), optim=rebuilt(OptimConfig, header["optim"]),
             incubation=header["incubation"], device=device, compile=compile,
-            dtype=_DTYPES[header["dtype"]], compute_dtype=_DTYPES[header["compute_dtype"]])
+            dtype=DTYPES[header["dtype"]], compute_dtype=DTYPES[header["compute_dtype"]])
         expected = {name: t.shape for name, t in population.tensors().items()}
         if expected != {name: t.shape for name, t in tensors.items()}:
             raise StateFormatError(f"{path} does not fit its own header; was a blueprint changed since it was saved?")
@@ -352,24 +337,4 @@ def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Ten
     return centre, radius
 
 
-T = TypeVar("T")
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16)}
-
-
-def _rebuilt(kind: type[T], fields: dict[str, Any]) -> T:
-    """A frozen config from its JSON form, in which tuples became lists."""
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-
-
-def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        with safe_open(path, "pt") as file:
-            header = (file.metadata() or {}).get("esper.population")
-            if header is None:
-                raise StateFormatError(f"{path} is a safetensors file, but no population saved by Esper")
-            parsed: dict[str, Any] = json.loads(header)
-            if parsed["schema"] != SCHEMA:
-                raise StateFormatError(f"{path} has schema {parsed['schema']}; this version of Esper reads schema {SCHEMA}")
-            return parsed, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, FileNotFoundError) as error:
-        raise StateFormatError(f"cannot read a population from {path}: {error}") from error
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16)}

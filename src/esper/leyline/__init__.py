@@ -13,7 +13,7 @@ from esper.leyline.actions import (
     relevance_table,
 )
 from esper.leyline.errors import EsperError, InvalidStateMachineError, StateFormatError
-from esper.leyline.records import Contribution, Cost, SlotConfig, SlotShape, Transition
+from esper.leyline.records import Contribution, Cost, Rollback, SlotConfig, SlotShape, Transition, View
 from esper.leyline.stages import TRANSITIONS, GateConfig, SeedStage, check_transitions
 
 __all__ = [
@@ -31,12 +31,14 @@ __all__ = [
     "Head",
     "InvalidStateMachineError",
     "LifecycleOp",
+    "Rollback",
     "SeedStage",
     "SlotConfig",
     "SlotShape",
     "StateFormatError",
     "Style",
     "Transition",
+    "View",
     "check_transitions",
     "relevance_table",
 ]

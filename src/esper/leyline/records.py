@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from esper.leyline.actions import ActionSpec
 from esper.leyline.errors import EsperError
 from esper.leyline.stages import SeedStage
 
@@ -64,3 +65,31 @@ class Transition:
     slot: int
     source: SeedStage
     target: SeedStage
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One row was put back to its last good state."""
+
+    key: int
+    """Of the scenario."""
+    epoch: int
+    """Of the episode, 1 is the first."""
+    rule: str
+    action: tuple[int, ...]
+    """The last one executed in the row, which takes the blame."""
+    ended: bool
+    """Was it the second within a few epochs, which ends the episode?"""
+
+
+@dataclass(frozen=True)
+class View:
+    """What any policy may know of N rows besides observations: what is legal, and which episode's clock it reads."""
+
+    spec: ActionSpec
+    key: "Tensor"  # [N] scenario keys, for draws that depend on nothing else
+    clock: "Tensor"  # [N] epochs that are over
+    done: "Tensor"  # [N] bool
+    verdicts: "Tensor"  # [N, S, ops] bool
+    free_targets: "Tensor"  # [N, S, targets] bool
+    style: "Tensor"  # [N, S]

@@ -1,0 +1,37 @@
+"""Tolaria: the workshop. Tasks and data, scenarios, training, evidence, the governor and the environment."""
+
+from esper.tolaria.env import Measurement, MorphogeneticEnv
+from esper.tolaria.evaluation import Evidence, Scores, evaluate
+from esper.tolaria.governor import Governor, GovernorConfig
+from esper.tolaria.previews import Previews, preview_candidates
+from esper.tolaria.rounds import Trace, Twins, play, replay
+from esper.tolaria.scenarios import Family, Kind, Scenario, Scenarios
+from esper.tolaria.tasks import TASKS, ProofKey, Task, TaskData, add_data, load_task, open_test, present
+
+__all__ = [
+    "TASKS",
+    "Evidence",
+    "Family",
+    "Governor",
+    "GovernorConfig",
+    "Kind",
+    "Measurement",
+    "MorphogeneticEnv",
+    "Previews",
+    "ProofKey",
+    "Scenario",
+    "Scenarios",
+    "Scores",
+    "Task",
+    "TaskData",
+    "Trace",
+    "Twins",
+    "add_data",
+    "evaluate",
+    "load_task",
+    "open_test",
+    "play",
+    "present",
+    "preview_candidates",
+    "replay",
+]

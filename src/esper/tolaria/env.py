@@ -1,0 +1,209 @@
+"""The environment: many host trainings at once, one decision per row and epoch.
+
+Legend: N rows, S slots.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import Population
+from esper.kasmina.lifecycle import expand_actions
+from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, Rollback, StateFormatError, View
+from esper.leyline.keys import mix
+from esper.leyline.storage import plain, read_state, rebuilt, write_state
+from esper.tolaria.evaluation import Evidence, Scores, evaluate
+from esper.tolaria.feed import Feed
+from esper.tolaria.governor import RULES, Governor, GovernorConfig
+from esper.tolaria.scenarios import Family, Scenarios
+from esper.tolaria.tasks import TaskData, load_task
+
+MOST_AT_ONCE = {"cpu": 32_768, "cuda": 524_288}
+"""Samples times rows that an evaluation runs at once; more would only need more memory."""
+
+
+@dataclass
+class Measurement:
+    """What is known after an epoch. Every tensor [N] or [N, S], on the CPU."""
+
+    clock: Tensor
+    """Epochs of the episode that are over."""
+    train_loss: Tensor
+    """Mean over the epoch's steps."""
+    evidence: Evidence
+    params: Tensor
+    """Of live seeds."""
+    spent: Tensor
+    """Extra training FLOPs so far, as a share of what training the bare host for the episode takes."""
+    rolled_back: Tensor
+    done: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every number under a flat name: for stores, traces and comparisons."""
+        evidence = self.evidence
+        flat = {name: getattr(self, name) for name in ("clock", "train_loss", "params", "spent", "rolled_back", "done")}
+        for group in ("all_on", "all_off", "delivered", "contribution", "preview"):
+            part = getattr(evidence, group)
+            flat |= {f"{group}.{name}": value for name, value in vars(part).items()}
+        return flat
+
+
+class MorphogeneticEnv:
+    """N episodes of one family. `reset` gives rows their scenarios, `step` plays one epoch of every row.
+
+    Rows may end at different times; a row that is done waits (only WAIT is allowed there) until it is reset.
+    """
+
+    def __init__(self, family: Family, rows: int, *, spec: ActionSpec | None = None, gates: GateConfig | None = None,
+                 governor: GovernorConfig | None = None, incubation: str = "shadow", device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None, compile: bool = False,
+                 data: TaskData | None = None) -> None:
+        self.family, self.rows = family, rows
+        self.population = Population(family.host, rows, spec=spec, gates=gates, optim=family.optim, incubation=incubation,
+                                     device=device, dtype=dtype, compute_dtype=compute_dtype, compile=compile)
+        self.feed = Feed(family, data or load_task(family.task), rows, self.population.device)
+        self.scenarios = family.draw(torch.zeros(rows, dtype=torch.int64))
+        self.clock = torch.zeros(rows, dtype=torch.int64)
+        self.done = torch.ones(rows, dtype=torch.bool)
+        self.spent = torch.zeros(rows, dtype=torch.float64)
+        self.governor = Governor(self.population, governor or GovernorConfig())
+        self.rollbacks: list[Rollback] = []
+        self.measured: Measurement | None = None
+
+    @property
+    def spec(self) -> ActionSpec:
+        return self.population.spec
+
+    def reset(self, scenarios: Scenarios, rows: Tensor | None = None) -> None:
+        """Begin a new episode in these rows (None is all of them)."""
+        rows = torch.arange(self.rows) if rows is None else rows.cpu()
+        if len(scenarios) != len(rows):
+            raise EsperError(f"{len(scenarios)} scenarios for {len(rows)} rows; give one to each")
+        self.scenarios.put(rows, scenarios)
+        self.population.reset(rows, mix(scenarios.key, 0), scenarios.impairments(self.family.host.stages))
+        self.feed.reset(rows, scenarios)
+        self.clock[rows], self.done[rows], self.spent[rows] = 0, False, 0
+        self.governor.reset(rows)
+
+    def view(self) -> View:
+        """What policies read."""
+        life = self.population.life
+        return View(self.spec, self.scenarios.key.clone(), self.clock.clone(), self.done.clone(), life.verdicts(),
+                    life.free_targets(), life.style.clone())
+
+    def step(self, actions: Tensor) -> Measurement:
+        """Act, train one epoch, measure, and let the governor settle. Measurements are of after the action."""
+        full = expand_actions(self.spec, actions.cpu())
+        idle = self.done & (full[:, Head.OP] != LifecycleOp.WAIT)
+        if bool(idle.any()):
+            raise EsperError(f"row {int(idle.nonzero()[0])} is done; reset it or let it WAIT")
+        self._set_rates()
+        self.population.begin_epoch(actions)
+        self.feed.begin_epoch(self.clock)
+        losses = [self.population.train_step(*self.feed.train(step)) for step in range(self.feed.steps)]
+        train_loss = torch.stack(losses).mean(0).cpu().float()
+        evidence = evaluate(self.population, self.validation())
+        self._spend()
+        self.population.end_epoch(evidence.contribution)
+        self.clock += 1
+        self._settle(train_loss, evidence, full)
+        assert self.measured is not None
+        return self.measured
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The validation slice in chunks that fit."""
+        chunk = max(1, MOST_AT_ONCE[self.population.device.type] // self.rows)
+        total = len(self.feed.validation_x)
+        return (self.feed.validation(start, start + chunk) for start in range(0, total, chunk))
+
+    def _set_rates(self) -> None:
+        rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
+        self.population.set_lr(rate[:, None].repeat(1, 1 + self.spec.slots))
+
+    def _spend(self) -> None:
+        """Training a seed takes three times its forward; a shadow row also runs its host forward and backward again."""
+        _, flops = self.population.costs()
+        host = self.family.host.cost.flops
+        again = 2 * host * self.population.life.incubating * (self.population.incubation == "shadow")
+        extra = (3 * flops + again).sum(1).double() / (3 * host * self.scenarios.horizon)
+        self.spent += torch.where(self.done, 0.0, extra)
+
+    def _settle(self, train_loss: Tensor, evidence: Evidence, actions: Tensor) -> None:
+        verdict = self.governor.verdicts(evidence.all_on.loss, train_loss)
+        verdict[self.done] = 0
+        ended = self.governor.settle(verdict, evidence.all_on.loss, train_loss, self.clock)
+        for row in (verdict > 0).nonzero().flatten().tolist():
+            self.rollbacks.append(Rollback(int(self.scenarios.key[row]), int(self.clock[row]), RULES[int(verdict[row])],
+                                           tuple(actions[row].tolist()), bool(ended[row])))
+        self.done = self.done | ended | (self.clock >= self.scenarios.horizon)
+        params = self.population.costs()[0].sum(1)
+        now = Measurement(self.clock.clone(), train_loss, evidence, params, self.spent.float(), verdict > 0, self.done.clone())
+        if self.measured is not None and bool((verdict > 0).any()):
+            _carry(now, self.measured, verdict > 0)
+        self.measured = now
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a continued run needs."""
+        own = {"clock": self.clock, "done": self.done, "spent": self.spent}
+        parts = {"population": self.population.tensors(), "governor": self.governor.tensors(),
+                 "scenarios": self.scenarios.columns()}
+        if self.measured is not None:
+            parts["measured"] = self.measured.tensors()
+        return own | {f"{room}.{name}": t for room, tensors in parts.items() for name, t in tensors.items()}
+
+    def fingerprint(self) -> dict[str, object]:
+        """What must agree for a checkpoint to fit."""
+        population = self.population
+        return {"rows": self.rows, "family": repr(self.family), "spec": repr(self.spec), "gates": repr(population.life.gates),
+                "governor": repr(self.governor.config), "incubation": population.incubation, "dtype": str(population.dtype),
+                "compute_dtype": str(population.compute_dtype)}
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file with a JSON header; it appears whole or not at all."""
+        header = {"fingerprint": self.fingerprint(), "epoch": self.population.life.epoch,
+                  "rollbacks": [plain(record) for record in self.rollbacks]}
+        write_state(path, "environment", header, self.tensors())
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a checkpoint of an environment made with the same arguments, bit for bit."""
+        header, tensors = read_state(path, "environment")
+        theirs = header["fingerprint"]
+        different = [name for name, value in self.fingerprint().items() if theirs.get(name) != value]
+        if different:
+            raise StateFormatError(f"{path} is of another environment: {', '.join(different)} differ")
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            room, _, rest = name.partition(".")
+            groups.setdefault(room if rest else "", {})[rest or name] = tensor
+        every = torch.arange(self.rows)
+        self.clock, self.done, self.spent = (groups[""][name] for name in ("clock", "done", "spent"))
+        self.scenarios.put(every, Scenarios(**groups["scenarios"], kinds=self.family.kinds))
+        self.feed.reset(every, self.scenarios)
+        self.population.restore(every, groups["population"])
+        self.population.life.epoch = header["epoch"]
+        for name, tensor in self.governor.tensors().items():
+            tensor.copy_(groups["governor"][name])
+        self.rollbacks = [rebuilt(Rollback, record) for record in header["rollbacks"]]
+        self.measured = _measurement(groups["measured"]) if "measured" in groups else None
+
+
+def _carry(now: Measurement, before: Measurement, rows: Tensor) -> None:
+    """Rows that were put back report what their last good state measured."""
+    keep = {"clock", "rolled_back", "done", "spent"}
+    for name, tensor in before.tensors().items():
+        if name not in keep:
+            now.tensors()[name][rows] = tensor[rows]
+
+
+def _measurement(flat: dict[str, Tensor]) -> Measurement:
+    def group(kind: Any, name: str) -> Any:
+        return kind(**{key.partition(".")[2]: value for key, value in flat.items() if key.startswith(f"{name}.")})
+
+    evidence = Evidence(*(group(Scores, name) for name in ("all_on", "all_off", "delivered")),
+                        *(group(Contribution, name) for name in ("contribution", "preview")))
+    own = ("clock", "train_loss", "params", "spent", "rolled_back", "done")
+    return Measurement(**{name: flat[name] for name in own}, evidence=evidence)

@@ -1,0 +1,137 @@
+"""Evidence: what every row scores, and what each of its seeds is worth, as paired differences on the same samples.
+
+Legend: N rows, S slots, E extra rows, B samples of a chunk. Scores are (loss, accuracy, probability of the right class).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import Population
+from esper.leyline import Contribution, SeedStage
+
+METRICS = ("loss", "accuracy", "probability")
+
+
+@dataclass
+class Scores:
+    """What N networks score on the validation slice, each [N] on the CPU."""
+
+    loss: Tensor
+    accuracy: Tensor
+    probability: Tensor
+    """Mean probability of the right class: as accuracy, without its steps."""
+
+
+@dataclass
+class Evidence:
+    """One evaluation of a population. What was not measured is masked, never a number."""
+
+    all_on: Scores
+    all_off: Scores
+    """The host alone."""
+    delivered: Scores
+    """Host and fossils: what the episode would deliver now."""
+    contribution: Contribution
+    """Of each blended seed, by leaving it out: gain in probability of the right class."""
+    preview: Contribution
+    """Of each incubating seed, by running it at its target alpha: gain in probability of the right class."""
+
+
+@dataclass
+class _Plan:
+    """The extra rows of an evaluation, and where each result of it is found: all [E], or an index into N + E rows."""
+
+    env: Tensor
+    alpha: Tensor  # [E, S]
+    without: Tensor  # [N, S] row without this seed, or -1
+    previewed: Tensor  # [N, S] row with this incubating seed switched on, or -1
+    all_off: Tensor  # [N]
+    delivered: Tensor  # [N]
+
+
+def plan(population: Population) -> _Plan:
+    """As few extra rows as answer every question: equal networks are run once."""
+    life = population.life
+    rows, slots = life.alpha.shape
+    every = torch.arange(rows)
+    on = (life.alpha > 0) & life.planted
+    fossil = on & life.at(SeedStage.FOSSILIZED)
+    envs, alphas, count = [], [], rows
+    without, previewed = torch.full((rows, slots), -1), torch.full((rows, slots), -1)
+
+    def add(which: Tensor, alpha: Tensor) -> Tensor:
+        """Extra rows for `which` [k] with alpha [k, S]; their numbers."""
+        nonlocal count
+        envs.append(which)
+        alphas.append(alpha)
+        count += len(which)
+        return torch.arange(count - len(which), count)
+
+    for slot in range(slots):
+        for table, mask, value in ((without, on[:, slot], torch.zeros(rows)),
+                                   (previewed, life.incubating[:, slot], life.target[:, slot])):
+            mine = mask.nonzero().flatten()
+            alpha = life.alpha[mine]
+            alpha[:, slot] = value[mine]
+            table[mine, slot] = add(mine, alpha)
+    seeds, kept = on.sum(1), fossil.sum(1)
+    lone = torch.where(on, without, 0).amax(1)  # with one seed, all off is that seed off
+    all_off = torch.where(seeds == 0, every, lone)
+    several = (seeds > 1).nonzero().flatten()
+    all_off[several] = add(several, torch.zeros(len(several), slots))
+    delivered = torch.where(kept == seeds, every, all_off)
+    some = ((kept > 0) & (kept < seeds)).nonzero().flatten()
+    delivered[some] = add(some, torch.where(fossil, life.alpha, 0.0)[some])
+    return _Plan(torch.cat(envs), torch.cat(alphas), without, previewed, all_off, delivered)
+
+
+@torch.no_grad()
+def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) -> Evidence:
+    """Measure every row and its counterfactuals on chunks (x [B, N, *inputs], y [B, N])."""
+    todo = plan(population)
+    logits_of = population.probe(todo.env, todo.alpha) if len(todo.env) else population.forward
+    means, gains, errors = measure(logits_of, todo.env.to(population.device), population.rows, chunks)
+
+    def scores(where: Tensor) -> Scores:
+        return Scores(*means[:, where])
+
+    def paired(where: Tensor, sign: int) -> Contribution:
+        """Gain in probability: of the live row over an extra one, or the other way round."""
+        known = where >= 0
+        extra = (where - population.rows).clamp(min=0)
+        if not len(todo.env):
+            nothing = torch.zeros(where.shape)
+            return Contribution(nothing, nothing.clone(), known)
+        value, error = sign * gains[1, extra], errors[1, extra]
+        known = known & value.isfinite() & error.isfinite()
+        return Contribution(torch.where(known, value, 0.0), torch.where(known, error, 0.0), known)
+
+    return Evidence(scores(torch.arange(population.rows)), scores(todo.all_off), scores(todo.delivered),
+                    paired(todo.without, 1), paired(todo.previewed, -1))
+
+
+def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int,
+            chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of the metrics [3, N + E], and the gains of each extra row's live row over it with their errors, [2, E] each.
+
+    Gains are drops in loss and rises in probability, paired sample by sample.
+    """
+    sums, count = torch.zeros(()), 0
+    for x, y in chunks:
+        logits = logits_of(x).to(torch.float32)
+        label = torch.cat([y, y.index_select(1, env)], 1)
+        loss = logits.logsumexp(2) - logits.gather(2, label[..., None]).squeeze(2)
+        right = (logits.argmax(2) == label).to(torch.float32)
+        scores = torch.stack([loss, right, (-loss).exp()])  # [3, B, N + E]
+        gain = scores[::2].index_select(2, env) - scores[::2, :, rows:]
+        gain[0].neg_()
+        gain = gain.double()
+        sums = sums.to(gain) + torch.cat([t.sum(1).flatten() for t in (scores.double(), gain, gain.square())])
+        count += len(x)
+    every, extra = rows + len(env), len(env)
+    means, mean, square = (sums.cpu() / count).split([3 * every, 2 * extra, 2 * extra])
+    error = ((square - mean * mean).clamp(min=0) / max(count - 1, 1)).sqrt()
+    return means.view(3, every).float(), mean.view(2, extra).float(), error.view(2, extra).float()

@@ -1,0 +1,130 @@
+"""Samples for every row: data lives on the device once, and each row reads it in its own order, with its own distortions.
+
+Legend: N rows, B batch, n training samples, F numbers per sample. Everything a row meets is a function of its scenario's
+key and of the clock, never of its place in the population.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.leyline import EsperError
+from esper.leyline.keys import mix, uniform
+from esper.tolaria.scenarios import Family, Scenarios
+from esper.tolaria.tasks import TaskData
+
+NOISES = 4096
+"""Vectors in the bank from which samples draw their noise."""
+_SUBSET, _LABEL, _SHIFT, _NOISE, _SHUFFLE, _ORDER, _AUGMENT = range(10, 17)  # purposes of keys
+
+
+class Feed:
+    """Batches [B, N, *inputs] and labels [B, N] for a population."""
+
+    def __init__(self, family: Family, data: TaskData, rows: int, device: torch.device) -> None:
+        self.family, self.device, self.rows = family, device, rows
+        self.inputs, self.classes = family.host.inputs, family.host.classes
+        self.x, self.y = self._hold(data.x, data.y, family.samples, "samples")
+        self.validation_x, self.validation_y = self._hold(data.validation_x, data.validation_y, family.validation, "validation")
+        self.batch = min(family.batch, len(self.x))
+        self.steps = len(self.x) // self.batch
+        n = len(self.x)
+        self.key = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.subset = torch.arange(n, device=device).repeat(rows, 1)  # [N, n]: position -> sample
+        self.labels = self.y.repeat(rows, 1)  # [N, n]: what the row is told about each sample
+        self.count = torch.full((rows,), n, device=device)
+        self.noise = torch.zeros(rows, device=device)
+        self.shift = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.places = torch.arange(self.x.shape[1], device=device).repeat(rows, 1)  # [N, F]: where each number comes from
+        self._order = self.subset  # [N, n] of this epoch
+        self._clock = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._noises = torch.randn(NOISES, self.x.shape[1], generator=torch.Generator().manual_seed(0)).to(device)
+        self._shuffles = self._shifts = self._noisy = False
+
+    def _hold(self, x: Tensor, y: Tensor, most: int, what: str) -> tuple[Tensor, Tensor]:
+        """([n, F], [n]) on the device: the first samples of a split, pooled to the host's inputs."""
+        if most > len(x):
+            raise EsperError(f"family {self.family.name!r} asks for {most} {what}, but the task has {len(x)}")
+        x, y = x[: most or len(x)], y[: most or len(y)]
+        if self.family.pool > 1:
+            x = F.avg_pool2d(x, self.family.pool)
+        if math.prod(x.shape[1:]) != math.prod(self.inputs):
+            raise EsperError(f"family {self.family.name!r} has hosts for inputs {self.inputs}, but its samples are "
+                             f"{tuple(x.shape[1:])}")
+        return x.flatten(1).to(self.device), y.to(self.device)
+
+    def reset(self, rows: Tensor, scenarios: Scenarios) -> None:
+        """Give these rows the data of their new scenarios."""
+        where, n = rows.to(self.device), len(self.x)
+        key = scenarios.key.to(self.device)
+        self.key[where] = key
+        self.subset[where] = _shuffled(mix(key, _SUBSET), n)
+        count = scenarios.of_kind("samples").to(self.device)
+        self.count[where] = torch.where(count > 0, count, n).clamp(max=n)
+        wrong = uniform(mix(key, _LABEL), n) < scenarios.of_kind("label_noise").to(self.device)[:, None]
+        drawn = (uniform(mix(key, _LABEL, 1), n) * self.classes).long()
+        self.labels[where] = torch.where(wrong, drawn, self.y)
+        self.noise[where] = scenarios.of_kind("noise").to(self.device, torch.float32)
+        self.shift[where] = scenarios.of_kind("shift").to(self.device)
+        mixed = _shuffled(mix(key, _SHUFFLE), math.prod(self.inputs[1:] or self.inputs))  # all channels alike
+        straight = torch.arange(mixed.shape[1], device=self.device)
+        one = torch.where(scenarios.of_kind("shuffle").to(self.device)[:, None], mixed, straight)
+        channels = torch.arange(self.x.shape[1] // one.shape[1], device=self.device) * one.shape[1]
+        self.places[where] = (channels[:, None] + one[:, None, :]).flatten(1)
+        whole = torch.arange(self.x.shape[1], device=self.device)
+        self._shuffles, self._shifts, self._noisy = (  # asked once here: asking a device makes it wait
+            bool((self.places != whole).any()), bool(self.shift.any()), bool((self.noise > 0).any()))
+
+    def begin_epoch(self, clock: Tensor) -> None:
+        """Fix the order of this epoch from each row's clock [N]."""
+        self._clock = clock.to(self.device)
+        place = _shuffled(mix(self.key, _ORDER, self._clock), len(self.x))
+        self._order = self.subset.gather(1, place % self.count[:, None]).t().contiguous()  # [n, N]
+
+    def train(self, step: int) -> tuple[Tensor, Tensor]:
+        """Batch `step` of the epoch: x [B, N, *inputs], y [B, N]."""
+        sample = self._order[step * self.batch : (step + 1) * self.batch]
+        return self._read(self.x, sample, 0, self.family.augment), self.labels.t().gather(0, sample)
+
+    def validation(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Validation samples start..stop, distorted like the row's training data, with true labels."""
+        sample = torch.arange(start, min(stop, len(self.validation_x)), device=self.device)[:, None].expand(-1, self.rows)
+        return self._read(self.validation_x, sample, 1, 0), self.validation_y[sample]
+
+    def _read(self, x: Tensor, sample: Tensor, split: int, augment: int) -> Tensor:
+        if self._shuffles or self._shifts or augment:
+            out = x.take(sample[..., None] * x.shape[1] + self._sources(sample, split, augment))
+        else:
+            out = x[sample]
+        if self._noisy:
+            which = mix(self.key, _NOISE, split)[None] + sample * 2_654_435_761
+            out = out + self.noise[None, :, None] * self._noises[which.remainder(NOISES)]
+        return out.view(*sample.shape, *self.inputs)
+
+    def _sources(self, sample: Tensor, split: int, augment: int) -> Tensor:
+        """[B, N, F]: the place in its sample from which each number is read."""
+        if not augment and not self._shifts:
+            return self.places.expand(*sample.shape, -1)
+        extent = self.inputs[1:] or self.inputs
+        grids = []
+        for axis, size in enumerate(extent):
+            fixed = _spread(mix(self.key[None], _SHIFT + 100 * split, axis, sample), self.shift)
+            fresh = _spread(mix(self.key[None], _AUGMENT, axis, self._clock[None], sample), augment) if augment else 0
+            grids.append((torch.arange(size, device=self.device) - (fixed + fresh)[..., None]) % size)  # [B, N, size]
+        inside = grids[0] if len(grids) == 1 else (grids[0][..., :, None] * extent[1] + grids[1][..., None, :]).flatten(2)
+        channels = self.x.shape[1] // inside.shape[2]
+        offsets = torch.arange(channels, device=self.device)[:, None] * inside.shape[2]
+        moved = (offsets + inside[..., None, :]).flatten(2)
+        return self.places.expand(*sample.shape, -1).gather(2, moved)
+
+
+def _shuffled(keys: Tensor, count: int) -> Tensor:
+    """[R, count]: a permutation of 0..count-1 for each key."""
+    return mix(keys[:, None], torch.arange(count, device=keys.device)).argsort(1)
+
+
+def _spread(keys: Tensor, most: Tensor | int) -> Tensor:
+    """Whole numbers from -most to most, one per key."""
+    return ((keys >> 11) % (2 * torch.as_tensor(most, device=keys.device) + 1)) - most

@@ -1,0 +1,175 @@
+"""Where samples lie on disk: the data directory, its cache, registered folders, and readers that verify what they read.
+
+Which samples train, validate or test is decided in `tasks`, not here.
+"""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import secrets
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from esper.leyline import EsperError
+
+Samples = tuple[NDArray[Any], NDArray[np.int64]]
+"""x [n, *inputs] as stored, y [n]."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A published file: its name without .gz, the part it belongs to, and what its decompressed content hashes to."""
+
+    name: str
+    part: str
+    digest: str = ""  # "algorithm:hex"; empty where no original was at hand to compute it from
+
+
+def data_directory() -> Path:
+    if chosen := os.environ.get("ESPER_DATA"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "esper"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """A reader sees the old file or the whole new one, also when two processes write at once."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        if os.path.isfile(temporary):
+            temporary.unlink()
+        raise EsperError(f"cannot write {path} ({error.strerror}); set ESPER_DATA to a folder you can write to") from error
+
+
+def cache_path(task: str, part: str) -> Path:
+    return data_directory() / f"{task}-{part}.safetensors"
+
+
+def _digest(recipe: str, arrays: Samples) -> str:
+    """Of values, types and shapes, and of what they should be: a renamed cache, or one by an older recipe, is a wrong one."""
+    result = hashlib.sha256(recipe.encode())
+    for array in arrays:
+        result.update(f" {array.dtype.str} {array.shape} ".encode() + array.tobytes())
+    return result.hexdigest()
+
+
+def write_cache(path: Path, recipe: str, arrays: Samples) -> None:
+    tensors = {name: np.ascontiguousarray(array) for name, array in zip("xy", arrays, strict=True)}
+    write_atomically(path, save(tensors, {"sha256": _digest(recipe, arrays)}))
+
+
+def read_cache(path: Path, recipe: str) -> Samples:
+    try:
+        with safe_open(path, "numpy") as file:
+            arrays = file.get_tensor("x"), file.get_tensor("y")
+            stored = (file.metadata() or {}).get("sha256")
+    except (SafetensorError, OSError) as error:
+        raise EsperError(f"{path} cannot be read as safetensors; delete it and run again to have it made anew") from error
+    if stored != _digest(recipe, arrays):
+        raise EsperError(f"{path} does not match its checksum; delete it and run again to have it made anew")
+    return arrays
+
+
+def registered_folders() -> dict[str, str]:
+    path = data_directory() / "folders.json"
+    if not os.path.exists(path):
+        return {}
+    try:
+        folders = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        folders = None
+    if not isinstance(folders, dict) or not all(isinstance(folder, str) for folder in folders.values()):
+        raise EsperError(f"{path} is not a JSON table of task folders; delete it and run esper tasks add-data again")
+    return folders
+
+
+def register_folder(task: str, folder: Path) -> None:
+    folders = registered_folders() | {task: str(folder)}
+    write_atomically(data_directory() / "folders.json", json.dumps(folders, indent=1, sort_keys=True).encode())
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    return next((folder / n for n in (name, f"{name}.gz") if os.path.isfile(folder / n)), None)
+
+
+def _content(folder: Path, file: DataFile) -> tuple[Path, bytes]:
+    """A file's bytes, decompressed if they are gzipped, whatever its name says."""
+    path = find_file(folder, file.name)
+    if path is None:
+        raise EsperError(f"no {file.name} or {file.name}.gz in {folder}; "
+                         "give esper tasks add-data the folder that holds the original files")
+    try:
+        data = path.read_bytes()
+        return path, gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise EsperError(f"{path} is a damaged or truncated gzip file; replace it with the original") from error
+    except OSError as error:
+        raise EsperError(f"cannot read {path} ({error.strerror}); make it readable or replace it with the original") from error
+
+
+def _check_size(path: Path, data: bytes, expected: int) -> None:
+    if len(data) != expected:
+        kind = "truncated" if len(data) < expected else "too long"
+        raise EsperError(f"{path} is {kind}: {len(data)} bytes of {expected}, decompressed; replace it with the original")
+
+
+def _check_digest(path: Path, data: bytes, digest: str) -> None:
+    algorithm, _, expected = digest.partition(":")
+    if digest and hashlib.new(algorithm, data, usedforsecurity=False).hexdigest() != expected:
+        raise EsperError(f"{path} has the wrong {algorithm} checksum; replace it with the original")
+
+
+def _check_labels(path: Path, labels: NDArray[np.int64], classes: int) -> None:
+    if not np.array_equal(np.unique(labels), np.arange(classes)):
+        raise EsperError(f"{path} has labels from {labels.min()} to {labels.max()}, expected each of 0 to {classes - 1}; "
+                         "replace it with the original")
+
+
+def _unpack_idx(path: Path, data: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    header = struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)  # 0x08 is unsigned byte; then the dimensions
+    if data[:4] != header[:4]:
+        raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind starts with "
+                         f"{header[:4].hex()}; replace it with the original")
+    if data[: len(header)] != header:
+        raise EsperError(f"{path} does not hold {' x '.join(map(str, shape))} values by its own header; "
+                         "replace it with the original")
+    _check_size(path, data, len(header) + math.prod(shape))
+    return np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape)
+
+
+def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...], classes: int) -> Samples:
+    """MNIST's format: a file of images and one of labels, in this order."""
+    unpacked = []
+    for file, shape in zip(files, ((count, *inputs[1:]), (count,)), strict=True):
+        path, data = _content(folder, file)
+        unpacked.append(_unpack_idx(path, data, shape))
+        _check_digest(path, data, file.digest)
+    images, labels = unpacked[0].reshape(count, *inputs), unpacked[1].astype(np.int64)
+    _check_labels(path, labels, classes)
+    return images, labels
+
+
+def read_cifar(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...], classes: int) -> Samples:
+    """CIFAR's format: files of equal length, joined in the order given; a record is its label byte, then its pixels."""
+    width, batches = 1 + math.prod(inputs), []
+    for file in files:
+        path, data = _content(folder, file)
+        _check_size(path, data, count // len(files) * width)
+        _check_digest(path, data, file.digest)
+        batches.append(np.frombuffer(data, np.uint8).reshape(-1, width))
+        _check_labels(path, batches[-1][:, 0].astype(np.int64), classes)
+    records = np.concatenate(batches)
+    return records[:, 1:].reshape(count, *inputs), records[:, 0].astype(np.int64)

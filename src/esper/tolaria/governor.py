@@ -1,0 +1,98 @@
+"""The governor: checks every row after its epoch and puts a row that broke back to its last good state, alone.
+
+A transaction: check first, keep a copy of what passed, and only then let the next epoch change it. The clock does not
+rewind, and since data and noise are keyed by the clock, the retry meets other data.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import Population
+
+
+@dataclass(frozen=True)
+class GovernorConfig:
+    """Limits in units of the task: chance is the loss of guessing, log(classes)."""
+
+    worst: float = 4.0
+    """A validation loss above so many times chance is broken."""
+    learned: float = 0.15
+    """A training loss this share of chance above the epoch before is a jump: training loss hardly ever rises."""
+    jump: float = 0.5
+    """A validation loss this share of chance above everything seen in the last epochs is a jump ..."""
+    drift: float = 0.35
+    """... and one this share above the best of them is one when it lasts for two epochs."""
+    memory: int = 3
+    """Epochs of a row's own history that its validation loss is compared with."""
+    patience: int = 3
+    """A second rollback within so many epochs ends the episode."""
+
+
+RULES = ("", "non-finite", "far above chance", "jump", "lasting jump")
+
+
+class Governor:
+    """History, last good state and rollbacks of N rows."""
+
+    def __init__(self, population: Population, config: GovernorConfig) -> None:
+        self.population, self.config = population, config
+        self.chance = math.log(population.host.classes)
+        rows = population.rows
+        self.history = torch.full((rows, config.memory), math.nan)  # validation losses of good epochs, the newest last
+        self.trained = torch.full((rows,), math.nan)  # training loss of the last good epoch
+        self.high = torch.zeros(rows, dtype=torch.bool)  # the last epoch was well above the best
+        self.last = torch.full((rows,), -(10**6))  # clock of the last rollback
+        self.saved = population.snapshot(torch.arange(rows))
+
+    def reset(self, rows: Tensor) -> None:
+        self.history[rows], self.trained[rows], self.high[rows], self.last[rows] = math.nan, math.nan, False, -(10**6)
+        self._keep(rows)
+
+    def verdicts(self, loss: Tensor, train_loss: Tensor) -> Tensor:
+        """[N]: which of RULES each row breaks, 0 is none, from its validation and training losses [N]."""
+        recent = self.history.nan_to_num(nan=math.inf).amin(1)
+        highest = self.history.nan_to_num(nan=-math.inf).amax(1)
+        known = self.history.isfinite().all(1)
+        sound = loss.isfinite() & train_loss.isfinite() & self._finite_weights()
+        verdict = torch.zeros(len(loss), dtype=torch.int64)
+        drifting = known & (loss > recent + self.config.drift * self.chance) & (loss > highest)
+        verdict[drifting & self.high] = RULES.index("lasting jump")
+        rose = train_loss > self.trained + self.config.learned * self.chance  # never in the first epoch
+        verdict[rose | (known & (loss > highest + self.config.jump * self.chance))] = RULES.index("jump")
+        verdict[loss > self.config.worst * self.chance] = RULES.index("far above chance")
+        verdict[~sound] = RULES.index("non-finite")
+        self.high = drifting & (verdict == 0)
+        return verdict
+
+    def _finite_weights(self) -> Tensor:
+        finite = [bank.isfinite().all(1) for name, bank in self.population.tensors().items()
+                  if name.startswith("bank.") and bank.dim() == 2]
+        return torch.stack(finite).all(0).cpu()
+
+    def settle(self, verdict: Tensor, loss: Tensor, train_loss: Tensor, clock: Tensor) -> Tensor:
+        """Keep the rows that passed, put the others back. bool [N]: rows whose episode ends by it."""
+        bad, good = (verdict > 0).nonzero().flatten(), (verdict == 0).nonzero().flatten()
+        again = (verdict > 0) & (clock - self.last <= self.config.patience)
+        if len(bad):
+            self.population.restore(bad, {name: tensor[bad.to(tensor.device)] for name, tensor in self.saved.items()})
+            self.last[bad] = clock[bad]
+        self._keep(good)
+        self.trained[good] = train_loss[good]
+        self.history[good] = torch.cat([self.history[good, 1:], loss[good, None]], 1)
+        return again
+
+    def _keep(self, rows: Tensor) -> None:
+        for name, tensor in self.population.tensors().items():
+            where = rows.to(tensor.device)
+            if len(rows) == len(tensor):
+                self.saved[name].copy_(tensor)
+            else:
+                self.saved[name][where] = tensor[where]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that must survive a restart."""
+        own = {"history": self.history, "trained": self.trained, "high": self.high, "last": self.last}
+        return own | {f"saved.{name}": tensor for name, tensor in self.saved.items()}

@@ -1,0 +1,82 @@
+"""Candidate previews: what would each blueprint do in each empty slot? A few shadow steps on a frozen host tell.
+
+Legend: N rows, S slots, K blueprints, R candidates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import Population
+from esper.leyline import ActionSpec, LifecycleOp, SeedStage
+from esper.tolaria.env import MorphogeneticEnv
+from esper.tolaria.evaluation import measure
+
+
+@dataclass
+class Previews:
+    """Loss drop of every candidate on the validation slice, [N, S, K] each; unknown where a slot is taken."""
+
+    value: Tensor
+    standard_error: Tensor
+    known: Tensor
+
+
+def preview_candidates(env: MorphogeneticEnv, steps: int = 30, rows: Tensor | None = None, most: int = 2048) -> Previews:
+    """Train every blueprint in every empty slot of these rows (None is all) behind a copy of its stopped host.
+
+    Nothing of the environment changes but what the rows have spent: a preview is paid for in FLOPs like any training.
+    At most `most` candidates run at once.
+    """
+    population, spec = env.population, env.spec
+    shape = (env.rows, spec.slots, len(spec.blueprints))
+    chosen = torch.zeros(env.rows, dtype=torch.bool)
+    chosen[torch.arange(env.rows) if rows is None else rows.cpu()] = True
+    empty = population.life.at(SeedStage.DORMANT) & (chosen & ~env.done)[:, None]
+    real = torch.tensor([prototype.layout.size > 0 for prototype in population.prototypes[0]])
+    known = empty[:, :, None] & real
+    previews = Previews(torch.zeros(shape), torch.zeros(shape), known)
+    for part in known.nonzero().split(most):
+        value, error = _train(env, part, steps)
+        sound = value.isfinite() & error.isfinite()
+        where = tuple(part.t())
+        previews.value[where], previews.standard_error[where] = torch.where(sound, value, 0), torch.where(sound, error, 0)
+        previews.known[where] = sound
+    _charge(env, known, steps)
+    return previews
+
+
+def _train(env: MorphogeneticEnv, candidates: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """(loss drop, its error) of candidates [R, 3]: row, slot, blueprint."""
+    population, (row, slot, blueprint) = env.population, candidates.t()
+    everything = ActionSpec.full(env.spec.slots, env.spec.blueprints)
+    scratch = Population(population.host, len(row), spec=everything, gates=population.life.gates, optim=population.optim,
+                         device=population.device, dtype=population.dtype, compute_dtype=population.compute_dtype)
+    scratch.restore(torch.arange(len(row)), population.snapshot(row))
+    full = torch.tensor([everything.action(LifecycleOp.GERMINATE)]).repeat(len(row), 1)
+    full[:, 1], full[:, 2] = slot, blueprint
+    rate = env.scenarios.lr * env.family.rate(env.clock, env.scenarios.horizon)
+    rates = torch.zeros(len(row), 1 + env.spec.slots, dtype=torch.float64)
+    rates[torch.arange(len(row)), 1 + slot] = rate[row]
+    scratch.set_lr(rates)
+    scratch.begin_epoch(full)
+    env.feed.begin_epoch(env.clock)
+    where = row.to(population.device)
+    for step in range(steps):
+        x, y = env.feed.train(step % env.feed.steps)
+        scratch.shadow_step(x.index_select(1, where), y.index_select(1, where))
+    alpha = scratch.life.alpha.clone()
+    alpha[torch.arange(len(row)), slot] = scratch.life.target[torch.arange(len(row)), slot]
+    every = torch.arange(len(row))
+    chunks = ((x.index_select(1, where), y.index_select(1, where)) for x, y in env.validation())
+    _, gains, errors = measure(scratch.probe(every, alpha), every.to(population.device), len(row), chunks)
+    return -gains[0], errors[0]
+
+
+def _charge(env: MorphogeneticEnv, known: Tensor, steps: int) -> None:
+    """As `MorphogeneticEnv` charges incubating seeds, for the share of an epoch that a preview takes."""
+    host = env.family.host.cost.flops
+    flops = torch.tensor([[p.cost.flops for p in slot] for slot in env.population.prototypes])
+    each = (3 * flops + 2 * host) / (3 * host) * (steps / env.feed.steps)
+    env.spent += (known * each).sum((1, 2)) / env.scenarios.horizon

@@ -1,0 +1,164 @@
+"""Scenarios: what an episode is about. A family draws them by key; a policy sees price, horizon and clock, not the rest.
+
+Legend: N scenarios, T stages of the host.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import Host, Impairments, OptimConfig
+from esper.leyline import EsperError
+from esper.leyline.keys import mix, uniform
+from esper.tolaria.tasks import TASKS
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A hidden type: what the data is like, and what is wrong with the host. Per-stage tuples may be shorter than the host."""
+
+    name: str
+    noise: float = 0.0
+    """Standard deviation of noise added to every input, fixed per sample."""
+    shift: int = 0
+    """Every sample is moved by up to so many places, fixed per sample."""
+    shuffle: bool = False
+    """Positions are permuted, the same way for all samples."""
+    label_noise: float = 0.0
+    """Share of training labels that are drawn at random; validation labels stay true."""
+    samples: int = 0
+    """Training samples, cycled so that an epoch stays as long; 0 is all."""
+    one_tap: tuple[bool, ...] = ()
+    width: tuple[float, ...] = ()
+    frozen: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One episode's facts."""
+
+    key: int
+    """Decides weights, data order and noise."""
+    kind: Kind
+    price: float = 0.0
+    """Score that one parameter of a live seed costs."""
+    flop_price: float = 0.0
+    """Score that extra training FLOPs cost, per host training (the FLOPs of training the bare host for the episode)."""
+    horizon: int = 20
+    lr: float = 1e-2
+
+
+@dataclass
+class Scenarios:
+    """Many scenarios as columns."""
+
+    key: Tensor  # [N] int64
+    kind: Tensor  # [N] int64: position in `kinds`
+    price: Tensor  # [N]
+    flop_price: Tensor  # [N]
+    horizon: Tensor  # [N] int64
+    lr: Tensor  # [N] float64
+    kinds: tuple[Kind, ...]
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def columns(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kinds"}
+
+    def take(self, rows: Tensor) -> "Scenarios":
+        return Scenarios(**{name: column[rows] for name, column in self.columns().items()}, kinds=self.kinds)
+
+    def put(self, rows: Tensor, others: "Scenarios") -> None:
+        if others.kinds != self.kinds:
+            raise EsperError("these scenarios are of another family")
+        for name, column in self.columns().items():
+            column[rows] = getattr(others, name)
+
+    def of_kind(self, name: str) -> Tensor:
+        """[N]: one field of every scenario's kind."""
+        return torch.tensor([getattr(kind, name) for kind in self.kinds])[self.kind]
+
+    def impairments(self, stages: int) -> Impairments:
+        def table(name: str, healthy: float) -> Tensor:
+            rows = [(*getattr(kind, name), *[healthy] * stages)[:stages] for kind in self.kinds]
+            return torch.tensor(rows, dtype=torch.float32)[self.kind]
+
+        return Impairments(table("one_tap", 0) > 0, table("width", 1), table("frozen", 0) > 0)
+
+    @classmethod
+    def of(cls, scenarios: list[Scenario]) -> "Scenarios":
+        kinds = tuple(dict.fromkeys(s.kind for s in scenarios))
+        return cls(torch.tensor([s.key for s in scenarios]), torch.tensor([kinds.index(s.kind) for s in scenarios]),
+                   torch.tensor([s.price for s in scenarios]), torch.tensor([s.flop_price for s in scenarios]),
+                   torch.tensor([s.horizon for s in scenarios]), torch.tensor([s.lr for s in scenarios], dtype=torch.float64),
+                   kinds)
+
+
+SPLITS = {"train": 0, "validation": 1, "test": 2}
+"""Of scenarios: a controller learns on the first, is watched on the second and judged on the third."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A distribution of scenarios on one task and host. Write your own: every field is plain data."""
+
+    name: str
+    task: str
+    host: Host
+    kinds: tuple[Kind, ...]
+    prices: tuple[float, ...] = (0.0,)
+    flop_prices: tuple[float, ...] = (0.0,)
+    horizons: tuple[int, ...] = (20,)
+    lrs: tuple[float, ...] = (1e-2,)
+    samples: int = 0
+    """Training samples used of the task; 0 is all."""
+    validation: int = 0
+    """Validation samples used; 0 is all."""
+    batch: int = 100
+    pool: int = 1
+    """Images are averaged over squares of so many pixels first."""
+    augment: int = 0
+    """Every sample is moved by up to so many places, anew each epoch."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    floor: float = 0.1
+    """Learning rates fall along a cosine to this share at the horizon."""
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise EsperError(f"no task {self.task!r}; choose from {', '.join(TASKS)}")
+        if not (self.kinds and self.prices and self.flop_prices and self.horizons and self.lrs):
+            raise EsperError(f"family {self.name!r} needs at least one kind, price, FLOP price, horizon and learning rate")
+        if min(self.horizons) < 1 or self.batch < 1 or self.pool < 1 or min(self.samples, self.validation, self.augment) < 0:
+            raise EsperError(f"family {self.name!r} has an impossible size: horizons {self.horizons}, batch {self.batch}, "
+                             f"pool {self.pool}, samples {self.samples}, validation {self.validation}")
+        if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0 for kind in self.kinds):
+            raise EsperError(f"family {self.name!r} has a kind with impossible noise, shift or samples")
+
+    def draw(self, keys: Tensor) -> Scenarios:
+        """Scenarios that depend on their keys [N] alone."""
+        u = uniform(mix(keys, 1), 5)
+
+        def pick(column: int, values: tuple[float, ...]) -> Tensor:
+            return (u[:, column] * len(values)).long()
+
+        def value(column: int, values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype)[pick(column, values)]
+
+        return Scenarios(keys.clone(), pick(0, (0.0,) * len(self.kinds)), value(1, self.prices), value(2, self.flop_prices),
+                         value(3, self.horizons, torch.int64), value(4, self.lrs, torch.float64), self.kinds)
+
+    def scenarios(self, count: int, split: str = "train", start: int = 0) -> Scenarios:
+        """Scenarios number `start` .. `start + count - 1` of a split; splits share no key."""
+        if split not in SPLITS:
+            raise EsperError(f"no scenario split {split!r}; choose from {', '.join(SPLITS)}")
+        numbers = torch.arange(start, start + count)
+        return self.draw(mix(torch.full((count,), SPLITS[split]), numbers))
+
+    def rate(self, clock: Tensor, horizon: Tensor) -> Tensor:
+        """Share of the learning rate in epoch `clock` (0 is the first). The clock alone decides, for hosts and seeds and
+        in every arm alike: a seed born late starts at what is left."""
+        turn = (1 + torch.cos(math.pi * clock.double() / horizon.clamp(min=1))) / 2
+        return self.floor + (1 - self.floor) * turn

@@ -1,0 +1,261 @@
+"""The tasks: what there is to learn, where its samples come from, and three fixed splits of which one is locked.
+
+How a file is read and verified is in `files`; what a scenario does to the samples is not here either.
+"""
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline import EsperError
+from esper.leyline.keys import mix
+from esper.tolaria import files
+from esper.tolaria.files import DataFile, Samples
+
+TRAIN, TEST = "train", "test"
+"""The two parts a source keeps apart; the first holds the training and the validation split."""
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    host: str
+    """Host kind it is meant for."""
+    inputs: tuple[int, ...]
+    """Shape of one sample as that host takes it."""
+    classes: int
+    sizes: tuple[int, int, int]
+    """Samples that train, validate and test."""
+    reference: str
+    """What others reach, and who says so."""
+    source: "Generated | Files"
+
+    def count(self, part: str) -> int:
+        return self.sizes[2] if part == TEST else self.sizes[0] + self.sizes[1]
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task's open splits. The test split is not here, nor in the memory behind these tensors."""
+
+    task: Task
+    x: Tensor
+    """float32 [n, *inputs], standardised with the statistics of the training split."""
+    y: Tensor
+    """int64 [n]."""
+    validation_x: Tensor
+    validation_y: Tensor
+
+
+@dataclass(frozen=True)
+class ProofKey:
+    """Opens the test split. Constructed by the proof alone; a test reads the sources to make sure of it."""
+
+    reason: str
+    """What the test split is opened for."""
+
+
+@contextmanager
+def _global_randomness_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _make_mnist1d() -> Samples:
+    """The published set: generator defaults, spelled out so that a later version of the package cannot move them."""
+    generator = import_module("mnist1d.data")
+    arguments = generator.get_dataset_args()
+    vars(arguments).update(num_samples=5000, train_split=0.8, final_seq_length=40, shuffle_seq=False, seed=42)
+    made = generator.make_dataset(arguments)
+    x = np.concatenate([made["x"], made["x_test"]]).astype(np.float32)
+    return x[:, None], np.concatenate([made["y"], made["y_test"]]).astype(np.int64)
+
+
+def _make_digits() -> Samples:
+    made = import_module("sklearn.datasets").load_digits()
+    order = mix(torch.tensor(1797), torch.arange(len(made.target))).argsort().numpy()  # neighbours share a writer
+    return made.data.astype(np.uint8)[order], made.target.astype(np.int64)[order]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Samples an installed package makes. They are kept in the data directory, and what is kept there suffices."""
+
+    package: str
+    module: str
+    make: Callable[[], Samples]
+    """All samples: training, validation, test."""
+    labels: str
+    """SHA-256 of all labels; another package version that orders samples differently would move the splits."""
+
+    def where(self, task: Task) -> str | None:
+        if all(os.path.isfile(files.cache_path(task.name, part)) for part in (TRAIN, TEST)):
+            return "built in"
+        try:
+            return "built in" if find_spec(self.module) else None
+        except ValueError:  # the module's own import was blocked
+            return None
+
+    def remedy(self, task: Task) -> str:
+        return f"install {self.package}"
+
+    def read(self, task: Task, part: str) -> Samples:
+        path = files.cache_path(task.name, part)
+        if not os.path.isfile(path):
+            self._keep(task)
+        return files.read_cache(path, self._recipe(part))
+
+    def _recipe(self, part: str) -> str:
+        return f"{part} {self.labels}"
+
+    def _keep(self, task: Task) -> None:
+        try:
+            with _global_randomness_kept():
+                x, y = self.make()
+        except ImportError as error:
+            raise EsperError(f"{task.name} is not in {files.data_directory()} and cannot be made without the {self.package} "
+                             f"package; {self.remedy(task)}") from error
+        if x.shape != (sum(task.sizes), *task.inputs) or hashlib.sha256(y.tobytes()).hexdigest() != self.labels:
+            raise EsperError(f"the installed {self.package} package makes other {task.name} samples than the splits were "
+                             "fixed for; install the version that constraints.txt names")
+        cut = task.count(TRAIN)
+        for part, kept in ((TRAIN, slice(None, cut)), (TEST, slice(cut, None))):
+            files.write_cache(files.cache_path(task.name, part), self._recipe(part), (x[kept], y[kept]))
+
+
+@dataclass(frozen=True)
+class Files:
+    """Published files in a folder that the user registered, or in a place where a system package puts them."""
+
+    reader: Callable[[Path, tuple[DataFile, ...], int, tuple[int, ...], int], Samples]
+    files: tuple[DataFile, ...]
+    places: tuple[str, ...] = ()
+
+    def where(self, task: Task) -> str | None:
+        """The folder to read: the registered one if any, else a known place; None if a file is absent there."""
+        registered = files.registered_folders().get(task.name)
+        folders = [registered] if registered else self.places
+        return next((f for f in folders if all(files.find_file(Path(f), file.name) for file in self.files)), None)
+
+    def remedy(self, task: Task) -> str:
+        return f"esper tasks add-data {task.name} DIR"
+
+    def read(self, task: Task, part: str) -> Samples:
+        folder = self.where(task) or files.registered_folders().get(task.name)
+        if folder is None:
+            names = ", ".join(file.name for file in self.files)
+            raise EsperError(f"the files of {task.name} are missing; get {names} and run {self.remedy(task)}")
+        return self.verify(task, part, Path(folder))
+
+    def verify(self, task: Task, part: str, folder: Path) -> Samples:
+        chosen = tuple(file for file in self.files if file.part == part)
+        return self.reader(folder, chosen, task.count(part), task.inputs, task.classes)
+
+
+def _idx(*digests: str) -> tuple[DataFile, ...]:
+    names = [("train-images-idx3-ubyte", TRAIN), ("train-labels-idx1-ubyte", TRAIN),
+             ("t10k-images-idx3-ubyte", TEST), ("t10k-labels-idx1-ubyte", TEST)]
+    return tuple(DataFile(name, part, digest) for (name, part), digest in zip(names, digests, strict=True))
+
+
+TASKS = {task.name: task for task in (
+    Task("mnist1d", "conv1d", (1, 40), 10, (3_000, 1_000, 1_000),
+         "linear 32%, MLP 68%, CNN 94%, human 96% (Greydanus & Kobak 2024)",
+         Generated("mnist1d", "mnist1d", _make_mnist1d, "6feec4a017698c7fe237c8854cbd2e338c6dd5c16240f6fa79daefaaa129e169")),
+    Task("digits", "mlp", (64,), 10, (1_000, 397, 400), "kNN and SVM about 97-98% (scikit-learn examples)",
+         Generated("scikit-learn", "sklearn", _make_digits, "5575a4764b4cb8cb334b3e766d5633f250b4751c03bcfa4110ee6a3d461a3bb7")),
+    Task("mnist", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "linear 88-92%, CNN above 99% (LeCun 1998 and later)",
+         Files(files.read_idx, _idx("md5:6bbc9ace898e44ae57da46a324031adb", "", "", ""))),
+    Task("fashion", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "small CNNs about 91-93% (Xiao 2017)",
+         Files(files.read_idx, _idx("sha256:c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+                                    "sha256:bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+                                    "sha256:5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+                                    "sha256:0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
+               places=("/usr/share/datasets/fashion-mnist",))),
+    Task("cifar10", "cnn", (3, 32, 32), 10, (45_000, 5_000, 10_000),
+         "small CNNs about 75-85%, large ones above 95% (commonly reported)",
+         Files(files.read_cifar, (*(DataFile(f"data_batch_{i}.bin", TRAIN) for i in range(1, 6)),
+                                  DataFile("test_batch.bin", TEST)))),
+)}
+
+
+def find_task(name: str) -> Task:
+    if name not in TASKS:
+        raise EsperError(f"no task {name!r}; choose from {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def where(task: Task) -> str | None:
+    """"built in", the folder whose files would be read, or None where the data is missing. Looks, but verifies nothing."""
+    return task.source.where(task)
+
+
+def present(task: Task) -> bool:
+    return where(task) is not None
+
+
+def _scale(task: Task, x: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Mean and deviation of each channel over the training split; a flat sample is one channel."""
+    channels = task.inputs[0] if len(task.inputs) > 1 else 1
+    flat = x[: task.sizes[0]].reshape(task.sizes[0], channels, -1)
+    pairs = [(flat[:, c].mean(dtype=np.float64), flat[:, c].std(dtype=np.float64)) for c in range(channels)]
+    mean, deviation = np.array(pairs, np.float32).T.reshape(2, channels, *[1] * (len(task.inputs) - 1))
+    if not deviation.all():
+        raise EsperError(f"all training samples of {task.name} are the same; {task.source.remedy(task)} with the original files")
+    return mean, deviation
+
+
+def _standardised(x: NDArray[Any], scale: tuple[NDArray[np.float32], NDArray[np.float32]]) -> Tensor:
+    scaled = x.astype(np.float32)
+    scaled -= scale[0]
+    scaled /= scale[1]
+    return torch.from_numpy(scaled)
+
+
+def load_task(name: str, whole: bool = False) -> TaskData:
+    """The open splits. With `whole`, validation samples train as well: a paper's own use, where nothing is chosen by them."""
+    task = find_task(name)
+    raw, labels = task.source.read(task, TRAIN)
+    x, y, cut = _standardised(raw, _scale(task, raw)), torch.from_numpy(labels), task.sizes[0]
+    used = len(x) if whole else cut
+    return TaskData(task, x[:used], y[:used], x[cut:], y[cut:])
+
+
+def open_test(name: str, key: ProofKey) -> tuple[Tensor, Tensor]:
+    """The test split, for the proof."""
+    task = find_task(name)
+    if not isinstance(key, ProofKey):
+        raise EsperError(f"the test split of {name} opens with a ProofKey, not a {type(key).__name__}; use the validation split")
+    scale = _scale(task, task.source.read(task, TRAIN)[0])
+    x, y = task.source.read(task, TEST)
+    return _standardised(x, scale), torch.from_numpy(y)
+
+
+def add_data(name: str, path: str | Path) -> Path:
+    """Verify a task's files in a folder, then remember the folder. A failed check leaves everything as it was."""
+    task, folder = find_task(name), Path(path).expanduser().absolute()
+    if not isinstance(task.source, Files):
+        able = ", ".join(t.name for t in TASKS.values() if isinstance(t.source, Files))
+        raise EsperError(f"{name} is built in and takes no files; tasks that take files are {able}")
+    if not os.path.isdir(folder):
+        raise EsperError(f"{folder} is not a folder; name the one that holds {task.source.files[0].name}")
+    _scale(task, task.source.verify(task, TRAIN, folder)[0])
+    task.source.verify(task, TEST, folder)
+    files.register_folder(name, folder)
+    return folder
