@@ -2,6 +2,7 @@
 
 from esper.tolaria.env import Measurement, MorphogeneticEnv
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
+from esper.tolaria.families import FAMILIES, find_family
 from esper.tolaria.governor import Governor, GovernorConfig
 from esper.tolaria.previews import Previews, preview_candidates
 from esper.tolaria.rounds import Trace, Twins, play, replay
@@ -9,6 +10,7 @@ from esper.tolaria.scenarios import Family, Kind, Scenario, Scenarios
 from esper.tolaria.tasks import TASKS, ProofKey, Task, TaskData, add_data, load_task, open_test, present
 
 __all__ = [
+    "FAMILIES",
     "TASKS",
     "Evidence",
     "Family",
@@ -28,6 +30,7 @@ __all__ = [
     "Twins",
     "add_data",
     "evaluate",
+    "find_family",
     "load_task",
     "open_test",
     "play",

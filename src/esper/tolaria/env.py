@@ -114,11 +114,11 @@ class MorphogeneticEnv:
         assert self.measured is not None
         return self.measured
 
-    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The validation slice in chunks that fit."""
+    def validation(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The validation slice, or its samples first..last, in chunks that fit."""
         chunk = max(1, MOST_AT_ONCE[self.population.device.type] // self.rows)
-        total = len(self.feed.validation_x)
-        return (self.feed.validation(start, start + chunk) for start in range(0, total, chunk))
+        last = len(self.feed.validation_x) if last is None else last
+        return (self.feed.validation(start, min(start + chunk, last)) for start in range(first, last, chunk))
 
     def _set_rates(self) -> None:
         rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
@@ -135,7 +135,7 @@ class MorphogeneticEnv:
     def _settle(self, train_loss: Tensor, evidence: Evidence, actions: Tensor) -> None:
         verdict = self.governor.verdicts(evidence.all_on.loss, train_loss)
         verdict[self.done] = 0
-        ended = self.governor.settle(verdict, evidence.all_on.loss, train_loss, self.clock)
+        ended = self.governor.settle(verdict, train_loss, self.clock)
         for row in (verdict > 0).nonzero().flatten().tolist():
             self.rollbacks.append(Rollback(int(self.scenarios.key[row]), int(self.clock[row]), RULES[int(verdict[row])],
                                            tuple(actions[row].tolist()), bool(ended[row])))

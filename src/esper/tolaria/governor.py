@@ -15,18 +15,20 @@ from esper.kasmina import Population
 
 @dataclass(frozen=True)
 class GovernorConfig:
-    """Limits in units of the task: chance is the loss of guessing, log(classes)."""
+    """Limits in units of the task: chance is the loss of guessing, log(classes).
+
+    A row's own history is that of its training loss, which hardly ever rises; validation loss rises in good health, too,
+    when a network fits its samples closely.
+    """
 
     worst: float = 4.0
-    """A validation loss above so many times chance is broken."""
-    learned: float = 0.15
-    """A training loss this share of chance above the epoch before is a jump: training loss hardly ever rises."""
-    jump: float = 0.5
-    """A validation loss this share of chance above everything seen in the last epochs is a jump ..."""
-    drift: float = 0.35
-    """... and one this share above the best of them is one when it lasts for two epochs."""
+    """A loss above so many times chance is broken."""
+    jump: float = 0.15
+    """A training loss this share of chance above the epoch before is a jump."""
+    drift: float = 0.25
+    """One this share above the best of the last epochs is a jump when it lasts for two epochs."""
     memory: int = 3
-    """Epochs of a row's own history that its validation loss is compared with."""
+    """Epochs of history."""
     patience: int = 3
     """A second rollback within so many epochs ends the episode."""
 
@@ -41,28 +43,24 @@ class Governor:
         self.population, self.config = population, config
         self.chance = math.log(population.host.classes)
         rows = population.rows
-        self.history = torch.full((rows, config.memory), math.nan)  # validation losses of good epochs, the newest last
-        self.trained = torch.full((rows,), math.nan)  # training loss of the last good epoch
-        self.high = torch.zeros(rows, dtype=torch.bool)  # the last epoch was well above the best
+        self.history = torch.full((rows, config.memory), math.nan)  # training losses of good epochs, the newest last
+        self.high = torch.zeros(rows, dtype=torch.bool)  # the last epoch was above the best of them
         self.last = torch.full((rows,), -(10**6))  # clock of the last rollback
         self.saved = population.snapshot(torch.arange(rows))
 
     def reset(self, rows: Tensor) -> None:
-        self.history[rows], self.trained[rows], self.high[rows], self.last[rows] = math.nan, math.nan, False, -(10**6)
+        self.history[rows], self.high[rows], self.last[rows] = math.nan, False, -(10**6)
         self._keep(rows)
 
     def verdicts(self, loss: Tensor, train_loss: Tensor) -> Tensor:
         """[N]: which of RULES each row breaks, 0 is none, from its validation and training losses [N]."""
-        recent = self.history.nan_to_num(nan=math.inf).amin(1)
-        highest = self.history.nan_to_num(nan=-math.inf).amax(1)
-        known = self.history.isfinite().all(1)
+        best = self.history.nan_to_num(nan=math.inf).amin(1)
         sound = loss.isfinite() & train_loss.isfinite() & self._finite_weights()
         verdict = torch.zeros(len(loss), dtype=torch.int64)
-        drifting = known & (loss > recent + self.config.drift * self.chance) & (loss > highest)
+        drifting = train_loss > best + self.config.drift * self.chance  # never in the first epoch
         verdict[drifting & self.high] = RULES.index("lasting jump")
-        rose = train_loss > self.trained + self.config.learned * self.chance  # never in the first epoch
-        verdict[rose | (known & (loss > highest + self.config.jump * self.chance))] = RULES.index("jump")
-        verdict[loss > self.config.worst * self.chance] = RULES.index("far above chance")
+        verdict[train_loss > self.history[:, -1] + self.config.jump * self.chance] = RULES.index("jump")
+        verdict[torch.maximum(loss, train_loss) > self.config.worst * self.chance] = RULES.index("far above chance")
         verdict[~sound] = RULES.index("non-finite")
         self.high = drifting & (verdict == 0)
         return verdict
@@ -72,7 +70,7 @@ class Governor:
                   if name.startswith("bank.") and bank.dim() == 2]
         return torch.stack(finite).all(0).cpu()
 
-    def settle(self, verdict: Tensor, loss: Tensor, train_loss: Tensor, clock: Tensor) -> Tensor:
+    def settle(self, verdict: Tensor, train_loss: Tensor, clock: Tensor) -> Tensor:
         """Keep the rows that passed, put the others back. bool [N]: rows whose episode ends by it."""
         bad, good = (verdict > 0).nonzero().flatten(), (verdict == 0).nonzero().flatten()
         again = (verdict > 0) & (clock - self.last <= self.config.patience)
@@ -80,8 +78,7 @@ class Governor:
             self.population.restore(bad, {name: tensor[bad.to(tensor.device)] for name, tensor in self.saved.items()})
             self.last[bad] = clock[bad]
         self._keep(good)
-        self.trained[good] = train_loss[good]
-        self.history[good] = torch.cat([self.history[good, 1:], loss[good, None]], 1)
+        self.history[good] = torch.cat([self.history[good, 1:], train_loss[good, None]], 1)
         return again
 
     def _keep(self, rows: Tensor) -> None:
@@ -94,5 +91,5 @@ class Governor:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that must survive a restart."""
-        own = {"history": self.history, "trained": self.trained, "high": self.high, "last": self.last}
+        own = {"history": self.history, "high": self.high, "last": self.last}
         return own | {f"saved.{name}": tensor for name, tensor in self.saved.items()}

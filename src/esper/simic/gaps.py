@@ -1,0 +1,328 @@
+"""What each level of knowledge is worth, from the measured outcomes of scripted choices. Arithmetic only: nothing trains here.
+
+Legend: K scenarios, C choices, F features, V visible conditions; in the search for a rule n training scenarios, S candidates for
+its first split, J for its second. Decisions are chosen on other inits than they are scored on, so that luck earns nothing.
+Standard errors are clustered by init and take the decisions as given: another draw of training inits might decide otherwise.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from esper.leyline import EsperError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NO_GROWTH, RANDOM, FIXED, VISIBLE, RULE, HIDDEN, SCENARIO = LEVELS = (
+    "no growth", "random choice", "best fixed", "best fixed per visible condition", "best observation-conditioned rule",
+    "best per visible condition and hidden type", "best per scenario")  # fmt: skip
+CUTS = 12  # thresholds per feature: 11 quantiles, and one that parts the present from the missing
+
+
+@dataclass(frozen=True, eq=False)
+class Outcomes:
+    """Every choice measured on every scenario, prices subtracted. Column 0 is no growth; ids count from 0."""
+
+    names: list[str]
+    chosen_on: np.ndarray  # [K, C] utility on the slice that decisions are chosen with
+    scored_on: np.ndarray  # [K, C] utility on the slice that decisions are scored with
+    visible: np.ndarray  # [K]
+    hidden: np.ndarray  # [K]
+    init: np.ndarray  # [K]
+    features: np.ndarray  # [K, F] observed before the decision; anything not finite is missing
+    feature_names: list[str]
+
+    def __post_init__(self) -> None:
+        scenarios, choices = len(self.init), len(self.names)
+        wanted = {"chosen_on": (scenarios, choices), "scored_on": (scenarios, choices), "visible": (scenarios,),
+                  "hidden": (scenarios,), "features": (scenarios, len(self.feature_names))}  # fmt: skip
+        for name, shape in wanted.items():
+            if (found := getattr(self, name).shape) != shape:
+                raise EsperError(f"outcomes: {name} has shape {found}, expected {shape}.")
+        if choices < 2 or self.names[0] != NO_GROWTH:
+            raise EsperError(f"outcomes: the first of at least two choices must be {NO_GROWTH!r}, found {self.names[:2]}.")
+        if not (np.isfinite(self.chosen_on).all() and np.isfinite(self.scored_on).all()):
+            raise EsperError("outcomes: a utility is not finite; give a failed run the utility it deserves.")
+        if scenarios == 0 or min(self.visible.min(), self.hidden.min()) < 0:
+            raise EsperError("outcomes: expected some scenarios, and ids of conditions and types that count from 0.")
+
+
+class Estimate(NamedTuple):
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """How well one decides who knows this much."""
+
+    name: str
+    mean: float
+    standard_error: float
+    gain: float  # over no growth, scenario by scenario
+    gain_error: float
+    choices_taken: dict[tuple[int, ...], str]  # most often; by (0,), (visible,) or (visible, hidden); or nothing
+    scores: np.ndarray = field(repr=False)  # [repeats, K], or [1, K] where nothing is cross-fitted
+    init: np.ndarray = field(repr=False)  # [K]
+
+
+class Split(NamedTuple):
+    feature: int
+    cut: float
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A tree of at most two splits in a row; each of its four leaves holds a choice per visible condition."""
+
+    splits: tuple[Split | None, Split | None, Split | None]  # the first, that of its low side, that of its high side
+    choices: np.ndarray  # [4, V], leaves from low-low to high-high
+
+    def decide(self, features: np.ndarray, visible: np.ndarray) -> np.ndarray:
+        return self.choices[_leaf(self.splits, features), visible]
+
+    def describe(self, feature_names: list[str]) -> str:
+        first, low, high = ("no split" if split is None else f"{feature_names[split.feature]} present" if split.cut == math.inf
+                            else f"{feature_names[split.feature]} ≤ {split.cut:.4g}" for split in self.splits)  # fmt: skip
+        return f"{first}; if so: {low}; else: {high}"
+
+
+def _low(values: np.ndarray, cut: float | np.ndarray) -> np.ndarray:
+    return np.isfinite(values) & (values <= cut)  # the missing are on the high side of every cut
+
+
+def _leaf(splits: tuple[Split | None, ...], features: np.ndarray) -> np.ndarray:
+    first, low, high = (~_low(features[:, at[0]], at[1]) if at else np.zeros(len(features), bool) for at in splits)
+    return 2 * first + np.where(first, high, low)
+
+
+def knowledge(outcomes: Outcomes, folds: int = 2, repeats: int = 10, seed: int = 0) -> list[Level]:
+    """One level per entry of LEVELS, in that order. A condition or type that training never met gets the coarser level's choice.
+
+    "Best per scenario" alone sees the run it is scored on (one look at its other slice), so it keeps that run's luck: where runs
+    differ it is out of a policy's reach, and where the slices are noisy it can fall below the level before.
+    """
+    visible, scored, init = outcomes.visible, outcomes.scored_on, outcomes.init
+    conditions, types = visible.max() + 1, outcomes.hidden.max() + 1
+    cell = visible * types + outcomes.hidden
+    utility = _centred(outcomes.chosen_on)
+    fold_rng, rule_rng = np.random.default_rng(seed).spawn(2)
+    taken = {name: np.zeros((repeats, len(init)), int) for name in (FIXED, VISIBLE, RULE, HIDDEN)}
+    for repeat, train, held in _folds(init, folds, repeats, fold_rng):
+        fixed = utility[train].sum(0).argmax()
+        by_visible = _best(utility[train], visible[train], np.full(conditions, fixed))
+        by_hidden = _best(utility[train], cell[train], np.repeat(by_visible, types))
+        rule = _fit_rule(outcomes.features[train], utility[train], visible[train], init[train], conditions, rule_rng)
+        taken[FIXED][repeat, held] = fixed
+        taken[VISIBLE][repeat, held] = by_visible[visible[held]]
+        taken[HIDDEN][repeat, held] = by_hidden[cell[held]]
+        taken[RULE][repeat, held] = rule.decide(outcomes.features[held], visible[held])
+    rows = np.arange(len(init))
+    scores = {name: scored[rows, choice] for name, choice in taken.items()}
+    scores |= {NO_GROWTH: scored[None, :, 0], RANDOM: scored[None, :, 1:].mean(2)}
+    scores[SCENARIO] = scored[rows, outcomes.chosen_on.argmax(1)][None]
+    by = {FIXED: [visible * 0], VISIBLE: [visible], HIDDEN: [visible, outcomes.hidden]}
+    levels = []
+    for name in LEVELS:
+        mean, gain = _estimate(scores[name], init), _estimate(scores[name] - scores[NO_GROWTH], init)
+        modes = _modes(taken[name], *by[name]) if name in by else {}
+        names = {group: outcomes.names[choice] for group, choice in modes.items()}
+        levels.append(Level(name, *mean, *gain, names, scores[name], init))
+    return levels
+
+
+def gap(levels: list[Level], lower: str, upper: str) -> Estimate:
+    """How much the upper level is better than the lower one, paired by scenario."""
+    scores = {level.name: level.scores for level in levels}
+    return _estimate(scores[upper] - scores[lower], levels[0].init)
+
+
+def share(levels: list[Level]) -> Estimate:
+    """How much of what the hidden type adds to the visible condition the rule captures; NaN where that is within noise of 0."""
+    scores, whole = {level.name: level.scores for level in levels}, gap(levels, VISIBLE, HIDDEN)
+    if whole.value <= 2 * whole.standard_error:
+        return Estimate(math.nan, math.nan)
+    part = gap(levels, VISIBLE, RULE).value / whole.value
+    rest = scores[RULE] - part * scores[HIDDEN] - (1 - part) * scores[VISIBLE]  # the error of a ratio, to first order
+    return Estimate(part, _estimate(rest, levels[0].init).standard_error / whole.value)
+
+
+def best_rule(outcomes: Outcomes, seed: int = 0) -> Rule:
+    """The rule that all scenarios together suggest, to show or to imitate; `knowledge` says what such rules are worth."""
+    utility, rng = _centred(outcomes.chosen_on), np.random.default_rng(seed)
+    return _fit_rule(outcomes.features, utility, outcomes.visible, outcomes.init, outcomes.visible.max() + 1, rng)
+
+
+@dataclass(frozen=True)
+class HeadEffect:
+    gain: Estimate  # the best setting minus the default, chosen on other inits than it is scored on
+    spread: float  # best minus worst mean, in sample: never negative, so no evidence by itself
+    best: dict[tuple[int, ...], int]  # by (group,): the setting most often chosen
+
+
+def head_effects(values: np.ndarray, init: np.ndarray, group: np.ndarray | None = None, folds: int = 2, repeats: int = 10,
+                 seed: int = 0) -> HeadEffect:  # fmt: skip
+    """What one action head is worth: values [K, settings], all else equal, the default in column 0.
+
+    With `group` (a condition or hidden type per scenario) the best setting is chosen in each: a head may matter only so.
+    """
+    group = np.zeros(len(init), int) if group is None else group
+    choice = np.zeros((repeats, len(init)), int)
+    for repeat, train, held in _folds(init, folds, repeats, np.random.default_rng(seed)):
+        best = _best(values[train], group[train], np.zeros(int(group.max()) + 1, int))
+        choice[repeat, held] = best[group[held]]
+    gain = values[np.arange(len(init)), choice] - values[:, 0]
+    spread = sum(np.ptp(values[group == g].mean(0)) * (group == g).mean() for g in np.unique(group))
+    return HeadEffect(_estimate(gain, init), float(spread), _modes(choice, group))
+
+
+def render(levels: list[Level], title: str = "What knowledge is worth, in points") -> "Table":
+    from rich.table import Table  # training machines do without it
+
+    table = Table("decided with", title=title, title_justify="left", caption_justify="left")
+    for name in ("utility", "over no growth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for level in levels:
+        gain = "" if level.name == NO_GROWTH else _points(Estimate(level.gain, level.gain_error), "+")
+        table.add_row(level.name, _points(Estimate(level.mean, level.standard_error)), gain)
+    part = share(levels)
+    captured = "within noise" if math.isnan(part.value) else f"the rule: {_points(part)} % of it"
+    table.caption = f"hidden type over visible condition: {_points(gap(levels, VISIBLE, HIDDEN), '+')}; {captured}"
+    return table
+
+
+def _points(estimate: Estimate, sign: str = "") -> str:
+    return f"{100 * estimate.value:{sign}.1f} ± {100 * estimate.standard_error:.1f}"
+
+
+def _folds(init: np.ndarray, folds: int, repeats: int, rng: np.random.Generator) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(repeat, training [K], held out [K]): whole inits are held out, each once per repeat."""
+    distinct, index = np.unique(init, return_inverse=True)
+    if not 2 <= folds <= len(distinct):
+        raise EsperError(f"gaps: cannot part {len(distinct)} inits in {folds} folds; measure at least 4 inits, and use 2 folds.")
+    for repeat in range(repeats):
+        fold = (rng.permutation(len(distinct)) % folds)[index]
+        for held in range(folds):
+            yield repeat, fold != held, fold == held
+
+
+def _centred(utility: np.ndarray) -> np.ndarray:
+    return utility - utility.mean(1, keepdims=True)  # changes no comparison of choices or splits, and keeps float32 sums small
+
+
+def _best(utility: np.ndarray, group: np.ndarray, fallback: np.ndarray) -> np.ndarray:
+    """[G] the choice with the highest utility in each group; its fallback [G] where a group has no scenario."""
+    sums = np.zeros((len(fallback), utility.shape[1]))
+    np.add.at(sums, group, utility)
+    return np.where(np.bincount(group, minlength=len(fallback)) > 0, sums.argmax(1), fallback)
+
+
+def _modes(choice: np.ndarray, *ids: np.ndarray) -> dict[tuple[int, ...], int]:
+    """The choice [repeats, K] most often taken by the scenarios that share all ids [K]."""
+    groups, index = np.unique(np.stack(ids, 1), axis=0, return_inverse=True)
+    taken = (np.bincount(choice[:, index == at].ravel()).argmax() for at in range(len(groups)))
+    return {tuple(group): int(most) for group, most in zip(groups.tolist(), taken, strict=True)}
+
+
+def _estimate(scores: np.ndarray, init: np.ndarray) -> Estimate:
+    """Mean of scores [repeats, K]; its error is that of one repeat (with inits of equal size: of the per-init means).
+
+    The error of the mean over repeats would be a fifth too small where choices are nearly tied: repeats share their inits.
+    """
+    distinct, index = np.unique(init, return_inverse=True)
+    off = np.array([np.bincount(index, row - row.mean()) for row in scores])  # [repeats, inits]
+    variance = (off**2).sum(1).mean() * len(distinct) / (len(distinct) - 1) / len(init) ** 2
+    return Estimate(float(scores.mean()), float(np.sqrt(variance)))
+
+
+def _fit_rule(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, init: np.ndarray, conditions: int,
+              rng: np.random.Generator) -> Rule:  # fmt: skip
+    """Searches always find something: the depth that other inits confirm (0, 1 or 2) is the depth that is used."""
+    confirmed = np.zeros(3)
+    for _, train, held in _folds(init, 2, 1, rng):
+        for depth, rule in enumerate(_grow(features[train], utility[train], visible[train], conditions)):
+            confirmed[depth] += utility[held, rule.decide(features[held], visible[held])].sum()
+    return _grow(features, utility, visible, conditions)[confirmed.argmax()]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of small products: on busy cores threads that wait for each other made them 40 times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
+def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, conditions: int) -> list[Rule]:
+    """The best rules of depth 0, 1 and 2.
+
+    A first split that is useless alone may be the right one (exclusive or), so the most even split of every feature is tried
+    first, as are the best splits of the 16 most promising ones, each followed by the best of all second splits on either side.
+    """
+    min_leaf = max(10, 4 * conditions)
+    columns, cuts, low = _candidates(features, min_leaf)
+    splits = [*map(Split, columns.tolist(), cuts.tolist()), None]
+    second = np.hstack([low, np.ones((len(low), 1))]).astype(np.float32)
+    alone = _split_values(second[:, -1:], second, utility, visible, min_leaf)[0, 0]
+    uneven = np.abs(low.mean(0) - 0.5)
+    mine = [np.flatnonzero(columns == column) for column in np.unique(columns)]
+    promising = sorted((at[alone[at].argmax()] for at in mine), key=lambda at: -alone[at])[:16]
+    first = sorted({*promising, *(at[uneven[at].argmin()] for at in mine), len(columns)})
+    values = _split_values(second[:, first], second, utility, visible, min_leaf)
+    place = values.max(2).sum(0).argmax()
+    at_low, at_high = values[:, place].argmax(1)
+    shapes = [(None, None, None), (splits[alone.argmax()], None, None), (splits[first[place]], splits[at_low], splits[at_high])]
+    by_visible = _best(utility, visible, np.full(conditions, utility.sum(0).argmax()))
+    tables = [_best(utility, _leaf(shape, features) * conditions + visible, np.tile(by_visible, 4)) for shape in shapes]
+    return [Rule(shape, table.reshape(4, conditions)) for shape, table in zip(shapes, tables, strict=True)]
+
+
+def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Feature [J], cut [J] and low side [n, J] of all splits at quantiles that leave enough on both sides."""
+    present = np.isfinite(features)
+    ordered = np.sort(np.where(present, features, np.nan), axis=0)  # the missing come last
+    places = (np.arange(1, CUTS)[:, None] * present.sum(0) + CUTS - 1) // CUTS - 1
+    after = np.minimum(places + 1, np.maximum(present.sum(0) - 1, 0))  # cuts lie midway: a held-out neighbour stays on its side
+    between = (np.take_along_axis(ordered, places, 0) + np.take_along_axis(ordered, after, 0)) / 2
+    quantiles = np.vstack([between, np.full(features.shape[1], np.inf)])
+    pairs = [(column, cut) for column, cuts in enumerate(quantiles.T) for cut in np.unique(cuts)]
+    columns, cuts = np.array([column for column, _ in pairs], int), np.array([cut for _, cut in pairs], float)
+    low = _low(features[:, columns], cuts)
+    usable = np.minimum(low.sum(0), (~low).sum(0)) >= min_leaf
+    return columns[usable], cuts[usable], low[:, usable]
+
+
+def _split_values(first: np.ndarray, second: np.ndarray, utility: np.ndarray, visible: np.ndarray, min_leaf: int) -> np.ndarray:
+    """[2, S, J] utility of the low and the high side of each first split [n, S], divided by each second split [n, J].
+
+    1 is low. The last column of both is all low, which is no split, and makes its sums those of whole sides.
+    """
+    value = np.zeros((4, first.shape[1], second.shape[1]), np.float32)
+    for condition in np.unique(visible):
+        rows = visible == condition
+        inside, divided, best = first[rows], second[rows], np.full_like(value, -np.inf)
+        for column in utility[rows].astype(np.float32).T:
+            for leaf, total in zip(best, _leaves(inside, divided, column), strict=True):
+                np.maximum(leaf, total, out=leaf)
+        value += best
+    small = np.stack(_leaves(first, second, np.ones(len(first), np.float32))) < min_leaf
+    small[..., -1] = False
+    value[small] = -np.inf
+    return value.reshape(2, 2, *value.shape[1:]).sum(1)
+
+
+def _leaves(first: np.ndarray, second: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, ...]:
+    """4 x [S, J]: the sum of the weights in the leaves low-low, low-high, high-low and high-high."""
+    low_low = torch.mm(torch.from_numpy(first * weight[:, None]).T, torch.from_numpy(second)).numpy()
+    high_low = low_low[-1:] - low_low
+    return low_low, low_low[:, -1:] - low_low, high_low, high_low[:, -1:] - high_low

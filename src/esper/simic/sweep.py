@@ -1,0 +1,162 @@
+"""The sweep: before a controller learns to decide, is there anything to decide? Scripted choices on many scenarios.
+
+Legend: K scenarios, C choices, P prices. A scenario's training does not depend on its price, so every price is scored on the
+same runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.kasmina import blueprints_for
+from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
+from esper.leyline.keys import mix, uniform
+from esper.simic.gaps import NO_GROWTH, Outcomes
+from esper.tamiyo import Scripted, Wait, entry
+from esper.tolaria import Family, MorphogeneticEnv, Scenarios, evaluate, play, preview_candidates
+
+Script = list[tuple[int, ...]]
+DECIDE_AT = 2
+"""Epochs that are watched before the first decision; previews are taken then."""
+
+
+def seed_script(spec: ActionSpec, epoch: int, slot: int, blueprint: str, **heads: object) -> Script:
+    """Germinate, blend and keep one seed, each as soon as its gate allows."""
+    grow = entry(spec, epoch, LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint, **{"tempo": 3} | heads)
+    rest = (entry(spec, epoch + 1, LifecycleOp.ADVANCE, slot=slot), entry(spec, epoch + 2, LifecycleOp.FOSSILIZE, slot=slot))
+    return [grow, *rest]
+
+
+def choices(family: Family) -> dict[str, Script]:
+    """Every slot and blueprint, early and late; pairs; prune and try again. No growth comes first."""
+    spec = ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))
+    seeds = [name for name in spec.blueprints if name != "noop"]
+    table: dict[str, Script] = {NO_GROWTH: []}
+    for slot in range(spec.slots):
+        table |= {f"{name} @{slot}": seed_script(spec, DECIDE_AT, slot, name) for name in seeds}
+    for name in seeds:
+        table[f"{name} @0 late"] = seed_script(spec, DECIDE_AT + 3, 0, name)
+        pair = zip(seed_script(spec, DECIDE_AT, 0, name), seed_script(spec, DECIDE_AT + 1, 1, name), strict=True)
+        table[f"{name} @0+1"] = [line for both in pair for line in both]
+    for first, second in ((seeds[-1], seeds[0]), (seeds[0], seeds[-1])):
+        prune = entry(spec, DECIDE_AT + 1, LifecycleOp.PRUNE, slot=0)
+        again = seed_script(spec, DECIDE_AT + 2, 0, second)
+        table[f"{first}, then {second} @0"] = [seed_script(spec, DECIDE_AT, 0, first)[0], prune, *again]
+    return table
+
+
+def head_choices(family: Family, slot: int, blueprint: str) -> dict[str, dict[str, Script]]:
+    """For each head that a seed's life depends on: one script per setting, all else equal; the default comes first."""
+    spec = ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))
+    table: dict[str, dict[str, Script]] = {}
+    for head, values in {"style": (0, 1, 2), "tempo": (3, 5, 8), "alpha_target": (1.0, 0.7, 0.5)}.items():
+        table[head] = {f"{head} {value}": seed_script(spec, DECIDE_AT, slot, blueprint, **{head: value}) for value in values}
+    ramps: dict[str, tuple[int, ...]] = {"alpha_speed": (0, 3, 5, 8), "alpha_curve": tuple(range(5))}
+    for head, numbers in ramps.items():
+        table[head] = {}
+        for value in numbers:
+            grow, advance, keep = seed_script(spec, DECIDE_AT, slot, blueprint, alpha_target=0.5)
+            settings = {"alpha_target": 1.0, "alpha_speed": 3} | {head: value}
+            raised = entry(spec, DECIDE_AT + 4, LifecycleOp.SET_ALPHA_TARGET, slot=slot, **settings)
+            table[head][f"{head} {value}"] = [grow, advance, raised, (keep[0] + 3, *keep[1:])]
+    return table
+
+
+@dataclass
+class Sweep:
+    """Runs of every choice on every scenario."""
+
+    family: Family
+    names: list[str]
+    scenarios: Scenarios  # [K]
+    init: Tensor  # [K]
+    accuracy: Tensor  # [K, C, 2] of what was delivered, on both halves of the validation slice
+    params: Tensor  # [K, C] of fossils
+    spent: Tensor  # [K, C]
+    features: Tensor  # [K, F]
+    feature_names: list[str]
+    rollbacks: int
+
+    def outcomes(self, columns: list[int] | None = None) -> Outcomes:
+        """Every scenario at every pair of prices; the choices of these columns (None is all)."""
+        prices = [(a, b) for a in self.family.prices for b in self.family.flop_prices]
+        horizons = sorted(set(self.family.horizons))
+        at = torch.arange(len(self.names)) if columns is None else torch.tensor(columns)
+        cost = torch.stack([a * self.params + b * self.spent for a, b in prices])  # [P, K, C]
+        utility = (self.accuracy - cost[..., None])[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
+        horizon = torch.tensor([horizons.index(h) for h in self.scenarios.horizon.tolist()])
+        condition = torch.cat([number * len(horizons) + horizon for number in range(len(prices))])
+        return Outcomes([self.names[i] for i in at.tolist()], utility[..., 0], utility[..., 1], condition.numpy(),
+                        self.scenarios.kind.repeat(len(prices)).numpy(), self.init.repeat(len(prices)).numpy(),
+                        self.features.repeat(len(prices), 1).numpy().astype(np.float64), self.feature_names)
+
+
+def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scenarios, Tensor]:
+    """(every kind with each of these inits, [K] init numbers) at one horizon."""
+    number = torch.arange(start, start + inits).repeat_interleave(len(family.kinds))
+    drawn = family.draw(mix(torch.full_like(number, 99), number))
+    kind = torch.arange(len(family.kinds)).repeat(inits)
+    every = torch.full_like(kind, horizon)
+    lr = torch.tensor(family.lrs, dtype=torch.float64)[(uniform(mix(drawn.key, 5), 1)[:, 0] * len(family.lrs)).long()]
+    return Scenarios(drawn.key, kind, drawn.price, drawn.flop_price, every, lr, family.kinds), number
+
+
+def run_sweep(family: Family, scripts: dict[str, Script], inits: int, rows: int = 512, preview_steps: int = 30,
+              watch: Callable[[int, int], object] = lambda done, total: None, **options: Any) -> Sweep:
+    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `options` go to the environment."""
+    if inits < 4:
+        raise EsperError(f"a sweep of {inits} inits cannot be cross-fitted; use at least 4")
+    names, total = list(scripts), len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
+    parts, done, rollbacks = [], 0, 0
+    for horizon in sorted(set(family.horizons)):
+        scenarios, number = grid(family, inits, horizon)
+        features, feature_names = observe_early(family, scenarios, preview_steps, **options)
+        jobs = torch.cartesian_prod(torch.arange(len(scenarios)), torch.arange(len(names)))
+        env = MorphogeneticEnv(family, min(rows, len(jobs)), **options)
+        results = []
+        for part in jobs.split(env.rows):
+            padded = torch.cat([part, part[:1].expand(env.rows - len(part), 2)])
+            play(env, Scripted([scripts[names[c]] for c in padded[:, 1].tolist()]), scenarios.take(padded[:, 0]))
+            results.append(delivered(env)[: len(part)])
+            done += len(part)
+            watch(done, total)
+        rollbacks += len(env.rollbacks)
+        parts.append((scenarios, number, torch.cat(results).view(len(scenarios), len(names), 4), features))
+    columns = {name: torch.cat([getattr(p[0], name) for p in parts]) for name in parts[0][0].columns()}
+    values = torch.cat([p[2] for p in parts])
+    return Sweep(family, names, Scenarios(**columns, kinds=family.kinds), torch.cat([p[1] for p in parts]), values[..., :2],
+                 values[..., 2], values[..., 3], torch.cat([p[3] for p in parts]), feature_names, rollbacks)
+
+
+def delivered(env: MorphogeneticEnv) -> Tensor:
+    """[N, 4] of rows at their horizon: accuracy of host and fossils on either half of the validation slice, parameters
+    of the fossils, FLOPs spent."""
+    half = len(env.feed.validation_x) // 2
+    accuracy = [evaluate(env.population, env.validation(*part)).delivered.accuracy for part in ((0, half), (half, 2 * half))]
+    fossils = env.population.costs()[0] * env.population.life.at(SeedStage.FOSSILIZED)
+    return torch.stack([*accuracy, fossils.sum(1).float(), env.spent.float()], 1)
+
+
+def observe_early(family: Family, scenarios: Scenarios, preview_steps: int, **options: Any) -> tuple[Tensor, list[str]]:
+    """([K, F], names): what is known when the first decision is due: curves of the first epochs, and candidate previews."""
+    env = MorphogeneticEnv(family, len(scenarios), **options)
+    env.reset(scenarios)
+    columns: dict[str, Tensor] = {}
+    for epoch in range(1, DECIDE_AT + 1):
+        measured = env.step(Wait()(env.view()))
+        now = {"train loss": measured.train_loss, "loss": measured.evidence.all_on.loss,
+               "accuracy": measured.evidence.all_on.accuracy}
+        columns |= {f"{name} {epoch}": value.clone() for name, value in now.items()}
+    columns["gap"] = columns[f"loss {DECIDE_AT}"] - columns[f"train loss {DECIDE_AT}"]
+    columns["slope"] = columns[f"loss {DECIDE_AT}"] - columns["loss 1"]
+    if preview_steps:
+        previews = preview_candidates(env, preview_steps)
+        for slot in range(env.spec.slots):
+            for number, name in enumerate(env.spec.blueprints):
+                if bool(previews.known[:, slot, number].any()):
+                    columns[f"preview {name} @{slot}"] = previews.value[:, slot, number]
+    return torch.stack(list(columns.values()), 1), list(columns)
