@@ -116,8 +116,8 @@ def _write(config: SweepOptions, sweep: Sweep, levels: list[gaps.Level], effects
         "oracle_gap": gap._asdict(), "rule_share": part._asdict(), "rollbacks": sweep.rollbacks,
         "rule": gaps.best_rule(sweep.outcomes()).describe(sweep.feature_names),
         "heads": {name: {**effect.gain._asdict(), "spread": effect.spread} for name, effect in effects.items()},
-        "seconds": seconds, "date": datetime.date.today().isoformat(), "commit": config.commit, "hardware": torch.cuda.get_device_name() if config.device != "cpu" else threads,
-        "torch": torch.__version__,
+        "seconds": seconds, "date": datetime.date.today().isoformat(), "commit": config.commit, "torch": torch.__version__,
+        "hardware": torch.cuda.get_device_name() if config.device != "cpu" else threads,
     }
     (config.out / f"sweep-{config.family}.json").write_text(json.dumps(summary, indent=1) + "\n")
     arrays = {"accuracy": sweep.accuracy, "params": sweep.params, "spent": sweep.spent, "features": sweep.features,
