@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper.bench import DTYPES, Loop
 from esper.kasmina import Host, OptimConfig
-from esper.leyline import EsperError, Style
+from esper.leyline import EsperError, Head
 from esper.tamiyo import Wait
 from esper.tolaria import Family, Kind, MorphogeneticEnv, evaluate
 
@@ -35,7 +35,7 @@ class EnvBench:
     loop_rows: int = 0
     """Hosts in the loop; 0 is as many as in the environment."""
     seeds: int = 1
-    """Live seeds of each host, in random slots."""
+    """Live seeds of each host: random blueprints in random slots, in the default style."""
     samples: int = 3000
     """Training samples of an epoch, in batches of 100."""
     rounds: int = 3
@@ -67,7 +67,7 @@ def _plant(env: MorphogeneticEnv, seeds: int, generator: torch.Generator) -> Non
     real = torch.tensor([i for i, name in enumerate(env.spec.blueprints) if name != "noop"])
     blueprint = real[torch.randint(len(real), (rows, slots), generator=generator)]
     chosen = torch.rand(rows, slots, generator=generator).argsort(1) < seeds
-    style = torch.randint(len(Style), (rows, slots), generator=generator)
+    style = torch.full((rows, slots), env.spec.defaults[Head.STYLE])
     env.population.install(torch.arange(rows), torch.where(chosen, blueprint, -1), style, torch.ones(rows, slots))
 
 

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from safetensors.numpy import save_file
 
 from esper.leyline import EsperError
+from esper.leyline.storage import write_state
 from esper.simic import gaps
 from esper.simic.sweep import Sweep, choices, head_choices, run_sweep
 from esper.tolaria import FAMILIES, find_family
@@ -122,4 +122,4 @@ def _write(config: SweepOptions, sweep: Sweep, levels: list[gaps.Level], effects
     (config.out / f"sweep-{config.family}.json").write_text(json.dumps(summary, indent=1) + "\n")
     arrays = {"accuracy": sweep.accuracy, "params": sweep.params, "spent": sweep.spent, "features": sweep.features,
               "init": sweep.init, **{f"scenarios.{name}": t for name, t in sweep.scenarios.columns().items()}}
-    save_file({name: t.numpy() for name, t in arrays.items()}, config.out / f"sweep-{config.family}.safetensors")
+    write_state(config.out / f"sweep-{config.family}.safetensors", "sweep", summary, arrays)

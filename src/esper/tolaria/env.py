@@ -22,8 +22,8 @@ from esper.tolaria.governor import RULES, Governor, GovernorConfig
 from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData, load_task
 
-MOST_AT_ONCE = {"cpu": 32_768, "cuda": 524_288}
-"""Samples times rows that an evaluation runs at once; more would only need more memory."""
+MOST_AT_ONCE = {"cpu": 8_192, "cuda": 131_072}
+"""Samples times rows that an evaluation runs at once: what caches hold, and enough to keep a device busy."""
 
 
 @dataclass
