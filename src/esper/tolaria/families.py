@@ -1,31 +1,28 @@
 """Families that ship with Esper. In each of them the best decision depends on something a policy cannot see."""
 
-from itertools import product
-
-from esper.kasmina import Host, OptimConfig
+from esper.kasmina import Host
 from esper.leyline import EsperError
 from esper.tolaria.scenarios import Family, Kind
 
-_TAPS = {"whole": (False, False, False), "blind first": (True, False, False), "blind last": (False, False, True),
-         "blind": (True, True, True)}
-"""Which stages see only one place at a time."""
+ALL = (True, True, True)
+_WRONG = Kind("few samples, wrong labels", samples=300, label_noise=0.4)
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (
     Family(
         "mnist1d", "mnist1d", Host("conv1d", widths=(8, 12, 12)),
-        tuple(Kind(f"{order}, {sight}", shuffle=order == "shuffled", one_tap=taps)
-              for order, (sight, taps) in product(("ordered", "shuffled"), _TAPS.items())),
-        prices=(0.0, 2e-5, 5e-5, 1e-4), horizons=(12, 20), optim=OptimConfig(lr=1e-2)),
+        (_WRONG, Kind("shuffled", shuffle=True), Kind("shuffled, blind", shuffle=True, one_tap=ALL), Kind("blind", one_tap=ALL),
+         Kind("frozen", frozen=ALL)),
+        prices=(0.0, 2e-5, 5e-5, 1e-4), horizons=(12, 20)),
     Family(
-        "mlp", "mnist1d", Host("mlp", widths=(24, 24)),
-        (Kind("ordered"), Kind("few", samples=200), Kind("wrong labels", label_noise=0.4),
-         Kind("frozen first", frozen=(True, False)), Kind("frozen", frozen=(True, True))),
-        prices=(0.0, 5e-5, 1.5e-4), horizons=(8, 12), samples=1000, optim=OptimConfig(lr=1e-2)),
+        "mlp", "digits", Host("mlp", inputs=(64,), widths=(16, 16, 16)),
+        (_WRONG, Kind("frozen", frozen=ALL), Kind("narrow last", width=(1.0, 1.0, 0.15)),
+         Kind("narrow first, wrong labels", width=(0.15, 1.0, 1.0), label_noise=0.5)),
+        prices=(4e-5, 1e-4, 2e-4), horizons=(8, 12), batch=50),
     Family(
         "fashion", "fashion", Host("cnn", inputs=(1, 14, 14), widths=(6, 8, 8)),
-        tuple(Kind(f"{order}, {sight}", shuffle=order == "shuffled", one_tap=taps)
-              for order, (sight, taps) in product(("ordered", "shuffled"), _TAPS.items())),
-        prices=(0.0, 5e-5, 1.5e-4), horizons=(10, 16), samples=2000, validation=1000, pool=2, optim=OptimConfig(lr=1e-2)),
+        (_WRONG, Kind("frozen", frozen=ALL), Kind("narrow last", width=(1.0, 1.0, 0.25)),
+         Kind("narrow", width=(0.25, 0.25, 0.25))),
+        prices=(2e-5, 5e-5, 1e-4), horizons=(10, 14), samples=2000, validation=1000, pool=2),
 )}
 
 

@@ -1,0 +1,74 @@
+"""Static hosts on MNIST-1D against the table of its paper (Greydanus & Kobak, 2024): our trainer, their sizes.
+
+    python experiments/paper_table.py --device cuda
+
+4,000 training samples, batch 100, 150 epochs (6,000 steps), several inits of each host, ordered and shuffled sequences, all
+trained side by side. Writes experiments/results/paper_table.json.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from esper.kasmina import HOSTS, Host
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, SeedKind
+from esper.kasmina.lift import Nothing
+from esper.tamiyo import Wait
+from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, ProofKey, load_task, open_test, play
+
+HOSTS["linear"] = replace(HOSTS["mlp"], stage=lambda inputs, outputs, taps: nn.Linear(inputs, outputs))
+BLUEPRINTS["linear", "noop"] = Blueprint("noop", lambda shape: Nothing(), ("linear",), SeedKind.NOTHING)
+
+PAPER = {"linear": 0.32, "mlp": 0.68, "conv1d": 0.94}
+ARCHITECTURES = {
+    "linear": Host("linear", inputs=(40,), widths=(40,)),  # two linear maps in a row are one
+    "mlp": Host("mlp", inputs=(40,), widths=(100, 100)),
+    "conv1d": Host("conv1d", widths=(25, 25, 25), taps=5),
+}
+
+
+def measure(name: str, inits: int, epochs: int, device: str) -> dict[str, object]:
+    """Test accuracies of one host kind, ordered and shuffled."""
+    kinds = (Kind("ordered"), Kind("shuffled", shuffle=True))
+    family = Family(f"paper {name}", "mnist1d", ARCHITECTURES[name], kinds, horizons=(epochs,), lrs=(1e-2,), floor=0.01)
+    scenarios = family.scenarios(2 * inits)
+    scenarios.kind = torch.arange(2 * inits) % 2
+    env = MorphogeneticEnv(family, 2 * inits, device=device, data=load_task("mnist1d", whole=True))
+    play(env, Wait(), scenarios)
+    x, y = open_test("mnist1d", ProofKey("the paper's own table: no choice is made with it"))
+    env.feed.validation_x, env.feed.validation_y = x.flatten(1).to(device), y.to(device)
+    right = sum((env.population.forward(inputs).argmax(2) == labels).float().sum(0) for inputs, labels in env.validation())
+    accuracy = torch.as_tensor(right).cpu() / len(y)
+    rows = {kind.name: accuracy[number::2].tolist() for number, kind in enumerate(kinds)}
+    return {"paper": PAPER[name], "parameters": family.host.layout.size, "rollbacks": len(env.rollbacks),
+            **{kind: {"mean": sum(values) / inits, "all": values} for kind, values in rows.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--inits", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=150)
+    parser.add_argument("--commit", help="commit that is measured (default: git's HEAD)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    result: dict[str, object] = {"date": datetime.date.today().isoformat(), "commit": commit, "torch": torch.__version__,
+                                 "hardware": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+                                 "epochs": options.epochs, "samples": 4000, "test": TASKS["mnist1d"].sizes[2]}
+    for name in ARCHITECTURES:
+        result[name] = measure(name, options.inits, options.epochs, options.device)
+        print(name, result[name], flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "paper_table.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
