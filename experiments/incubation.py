@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage
-from esper.simic.sweep import delivered, grid
+from esper.simic.sweep import delivered, full_spec, grid
 from esper.tamiyo import Scripted, entry
 from esper.tolaria import FAMILIES, MorphogeneticEnv
 
@@ -30,7 +30,8 @@ def run(family_name: str, blueprint: str, arm: str, wait: int, inits: int, devic
     family = FAMILIES[family_name]
     horizon = max(family.horizons)
     scenarios, _ = grid(family, inits, horizon)
-    env = MorphogeneticEnv(family, len(scenarios), device=device, incubation="shadow" if arm == "fresh" else arm)
+    env = MorphogeneticEnv(family, len(scenarios), spec=full_spec(family), device=device,
+                           incubation="shadow" if arm == "fresh" else arm)
     script = [entry(env.spec, GERMINATE, LifecycleOp.GERMINATE, slot=0, blueprint=blueprint, tempo=3),
               entry(env.spec, GERMINATE + wait, LifecycleOp.ADVANCE, slot=0),
               entry(env.spec, GERMINATE + wait + 1, LifecycleOp.FOSSILIZE, slot=0)]

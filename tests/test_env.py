@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from esper.kasmina import Host
-from esper.leyline import EsperError, Head, LifecycleOp, SeedStage, StateFormatError
+from esper.kasmina import Host, blueprints_for
+from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage, StateFormatError
 from esper.tamiyo import Random, Scripted, Wait, entry
 from esper.tolaria import Family, Kind, Scenario, Scenarios, Trace, Twins, evaluate, play, preview_candidates, replay
 from esper.tolaria.evaluation import plan
@@ -304,14 +305,13 @@ def test_random_draws_do_not_depend_on_places() -> None:
     assert torch.equal(Random(5)(env.view()), there[order])
 
 
-def test_compact_specs_work_too() -> None:
-    from esper.kasmina import blueprints_for
-    from esper.leyline import ActionSpec
-
-    env = toy_env(16, toy_family(horizons=(12,)), spec=ActionSpec.compact(2, blueprints_for("mlp")))
-    trace = play(env, Random(2), env.family.scenarios(16))
-    assert trace.actions.shape[2] == 4
-    assert bool(trace.measured["contribution.known"].any())
+@pytest.mark.parametrize(("preset", "heads"), [(ActionSpec.compact, 4), (ActionSpec.decisive, 3)])
+def test_smaller_specs_reach_fossils_too(preset: Callable[..., ActionSpec], heads: int) -> None:
+    env = toy_env(64, toy_family(horizons=(20,)), spec=preset(2, blueprints_for("mlp")))
+    trace = play(env, Random(2), env.family.scenarios(64))
+    assert trace.actions.shape[2] == heads
+    keeps = trace.actions[:, :, 0] == env.spec.ops.index(LifecycleOp.FOSSILIZE)
+    assert float(keeps.any(0).float().mean()) >= 0.05
 
 
 def test_replay_is_bit_identical_and_finds_a_change(tmp_path: Path) -> None:

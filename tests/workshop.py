@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from esper.kasmina import Host, OptimConfig
+from esper.kasmina import Host, OptimConfig, blueprints_for
+from esper.leyline import ActionSpec
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, TaskData
 
 KINDS = (Kind("plain"), Kind("noisy", noise=0.3, label_noise=0.2), Kind("few", samples=40, width=(0.5,)),
@@ -27,5 +28,7 @@ def toy_family(host: Host | None = None, **options: object) -> Family:
 
 
 def toy_env(rows: int = 12, family: Family | None = None, **options: object) -> MorphogeneticEnv:
+    """With every head, unless `spec` says otherwise."""
     family = family or toy_family()
+    options = {"spec": ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))} | options
     return MorphogeneticEnv(family, rows, data=toy_data(inputs=family.host.inputs), **options)  # type: ignore[arg-type]

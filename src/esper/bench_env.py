@@ -18,7 +18,7 @@ from esper.bench import DTYPES, Loop
 from esper.kasmina import Host, OptimConfig
 from esper.leyline import EsperError, Head
 from esper.tamiyo import Wait
-from esper.tolaria import Family, Kind, MorphogeneticEnv, evaluate
+from esper.tolaria import FAMILIES, Family, Kind, MorphogeneticEnv, evaluate
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EnvBench:
     """
 
     host: str = "conv1d"
-    """Host kind on mnist1d: conv1d or mlp."""
+    """On mnist1d: conv1d (the host of the mnist1d family) or mlp."""
     rows: int = 32
     """Hosts in the environment."""
     loop_rows: int = 0
@@ -109,7 +109,8 @@ def _clocked(device: str) -> float:
 
 def run_env_bench(config: EnvBench) -> dict[str, Any]:
     generator, loop_rows = torch.Generator().manual_seed(0), config.loop_rows or config.rows
-    family = Family("bench", "mnist1d", Host(config.host), (Kind("plain"),), horizons=(1000,), samples=config.samples,
+    host = FAMILIES["mnist1d"].host if config.host == "conv1d" else Host("mlp")
+    family = Family("bench", "mnist1d", host, (Kind("plain"),), horizons=(1000,), samples=config.samples,
                     optim=OptimConfig(lr=1e-3), lrs=(1e-3,))
     env = MorphogeneticEnv(family, config.rows, device=config.device, compute_dtype=DTYPES[config.dtype])
     rates: dict[str, list[float]] = {"environment": [], "loop": []}

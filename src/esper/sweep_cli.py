@@ -41,6 +41,8 @@ class SweepOptions:
     """cpu, or cuda."""
     out: Path | None = None
     """Folder for the summary (JSON) and every outcome (safetensors)."""
+    record: Path | None = None
+    """File for one recorded round of the sweep, for `esper replay`."""
     commit: str = ""
     """Noted in the summary."""
 
@@ -59,7 +61,7 @@ def run(config: SweepOptions, console: Console) -> None:
     table = choices(family)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("episodes", total=None)
-        sweep = run_sweep(family, table, config.inits, config.rows, config.previews, device=config.device,
+        sweep = run_sweep(family, table, config.inits, config.rows, config.previews, config.record, device=config.device,
                           watch=lambda done, total: progress.update(bar, completed=done, total=total))
         effects = _heads(config, sweep, lambda done, total: progress.update(bar, completed=done, total=total))
     outcomes = sweep.outcomes()

@@ -122,6 +122,13 @@ class ActionSpec:
         return cls(slots, tuple(blueprints))
 
     @classmethod
+    def decisive(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
+        """What sweeps of the shipped families found to matter: which op, where, which blueprint. Every other head was within
+        noise of its default (`experiments/results/sweep-*.json`, "heads")."""
+        compact = cls.compact(slots, blueprints)
+        return cls(slots, compact.blueprints, (Head.OP, Head.SLOT, Head.BLUEPRINT), compact.ops, auto_advance=True)
+
+    @classmethod
     def compact(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
         ops = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)
         return cls(slots, tuple(blueprints), (Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE), ops, auto_advance=True)

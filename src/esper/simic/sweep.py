@@ -6,6 +6,7 @@ same runs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,11 @@ DECIDE_AT = 2
 """Epochs that are watched before the first decision; previews are taken then."""
 
 
+def full_spec(family: Family) -> ActionSpec:
+    """Scripts may use every head."""
+    return ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))
+
+
 def seed_script(spec: ActionSpec, epoch: int, slot: int, blueprint: str, **heads: object) -> Script:
     """Germinate, blend and keep one seed, each as soon as its gate allows."""
     grow = entry(spec, epoch, LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint, **{"tempo": 3} | heads)
@@ -33,7 +39,7 @@ def seed_script(spec: ActionSpec, epoch: int, slot: int, blueprint: str, **heads
 
 def choices(family: Family) -> dict[str, Script]:
     """Every slot and blueprint, early and late; pairs; prune and try again. No growth comes first."""
-    spec = ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))
+    spec = full_spec(family)
     seeds = [name for name in spec.blueprints if name != "noop"]
     table: dict[str, Script] = {NO_GROWTH: []}
     for slot in range(spec.slots):
@@ -51,7 +57,7 @@ def choices(family: Family) -> dict[str, Script]:
 
 def head_choices(family: Family, slot: int, blueprint: str) -> dict[str, dict[str, Script]]:
     """For each head that a seed's life depends on: one script per setting, all else equal; the default comes first."""
-    spec = ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))
+    spec = full_spec(family)
     table: dict[str, dict[str, Script]] = {}
     for head, values in {"style": (0, 1, 2), "tempo": (3, 5, 8), "alpha_target": (1.0, 0.7, 0.5)}.items():
         table[head] = {f"{head} {value}": seed_script(spec, DECIDE_AT, slot, blueprint, **{head: value}) for value in values}
@@ -106,8 +112,12 @@ def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scen
 
 
 def run_sweep(family: Family, scripts: dict[str, Script], inits: int, rows: int = 512, preview_steps: int = 30,
-              watch: Callable[[int, int], object] = lambda done, total: None, **options: Any) -> Sweep:
-    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `options` go to the environment."""
+              record: Path | None = None, watch: Callable[[int, int], object] = lambda done, total: None,
+              **options: Any) -> Sweep:
+    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `options` go to the environment.
+
+    The first round is written to `record`.
+    """
     if inits < 4:
         raise EsperError(f"a sweep of {inits} inits cannot be cross-fitted; use at least 4")
     names, total = list(scripts), len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
@@ -116,11 +126,13 @@ def run_sweep(family: Family, scripts: dict[str, Script], inits: int, rows: int 
         scenarios, number = grid(family, inits, horizon)
         features, feature_names = observe_early(family, scenarios, preview_steps, **options)
         jobs = torch.cartesian_prod(torch.arange(len(scenarios)), torch.arange(len(names)))
-        env = MorphogeneticEnv(family, min(rows, len(jobs)), **options)
+        env = MorphogeneticEnv(family, min(rows, len(jobs)), spec=full_spec(family), **options)
         results = []
         for part in jobs.split(env.rows):
             padded = torch.cat([part, part[:1].expand(env.rows - len(part), 2)])
-            play(env, Scripted([scripts[names[c]] for c in padded[:, 1].tolist()]), scenarios.take(padded[:, 0]))
+            trace = play(env, Scripted([scripts[names[c]] for c in padded[:, 1].tolist()]), scenarios.take(padded[:, 0]))
+            if record is not None and not done:
+                trace.save(record)
             results.append(delivered(env)[: len(part)])
             done += len(part)
             watch(done, total)

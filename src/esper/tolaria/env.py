@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina import Population
+from esper.kasmina import Population, blueprints_for
 from esper.kasmina.lifecycle import expand_actions
 from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, Rollback, StateFormatError, View
 from esper.leyline.keys import mix
@@ -22,7 +22,7 @@ from esper.tolaria.governor import RULES, Governor, GovernorConfig
 from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData, load_task
 
-MOST_AT_ONCE = {"cpu": 8_192, "cuda": 131_072}
+MOST_AT_ONCE = {"cpu": 8_192, "cuda": 262_144}
 """Samples times rows that an evaluation runs at once: what caches hold, and enough to keep a device busy."""
 
 
@@ -62,7 +62,9 @@ class MorphogeneticEnv:
                  governor: GovernorConfig | None = None, incubation: str = "shadow", device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None, compile: bool = False,
                  data: TaskData | None = None) -> None:
+        """`spec` is `ActionSpec.decisive` by default."""
         self.family, self.rows = family, rows
+        spec = spec or ActionSpec.decisive(len(family.host.slots), blueprints_for(family.host.kind))
         self.population = Population(family.host, rows, spec=spec, gates=gates, optim=family.optim, incubation=incubation,
                                      device=device, dtype=dtype, compute_dtype=compute_dtype, compile=compile)
         self.feed = Feed(family, data or load_task(family.task), rows, self.population.device)
