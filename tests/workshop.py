@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from esper.kasmina import Host, OptimConfig, blueprints_for
+from esper.kasmina import Host, blueprints_for
 from esper.leyline import ActionSpec
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, TaskData
 
@@ -23,8 +23,9 @@ def toy_data(samples: int = 240, validation: int = 120, inputs: tuple[int, ...] 
 
 
 def toy_family(host: Host | None = None, **options: object) -> Family:
-    settings = {"kinds": KINDS, "prices": (0.0, 1e-4), "horizons": (6, 8), "batch": 40, "optim": OptimConfig(lr=1e-2)}
-    return Family("toy", "mnist1d", host or Host("mlp", widths=(16, 16)), **settings | options)  # type: ignore[arg-type]
+    settings: dict[str, object] = {"kinds": KINDS, "prices": (0.0, 1e-4), "horizons": (6, 8), "batch": 40}
+    settings |= {"name": "toy", "task": "mnist1d", "host": host or Host("mlp", widths=(16, 16))} | options
+    return Family(**settings)  # type: ignore[arg-type]
 
 
 def toy_env(rows: int = 12, family: Family | None = None, **options: object) -> MorphogeneticEnv:

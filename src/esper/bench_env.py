@@ -172,4 +172,4 @@ def run(config: EnvBench, console: Console) -> None:
     console.print(f"evidence on three seeds costs {result['counterfactuals']['ratio']:.1f} plain evaluations; "
                   f"peak memory {result['peak_memory_bytes'] / 2**30:.1f} GiB")
     if config.json:
-        console.print(json.dumps(result), soft_wrap=True)
+        print(json.dumps(result))

@@ -22,7 +22,7 @@ from esper.tolaria import FAMILIES, find_family
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """Play scripted decisions on many scenarios of a family and say what each level of knowledge is worth.
+    """Play scripted decisions: what is each level of knowledge worth?
 
     Example: esper sweep --family mlp --inits 8
     """
