@@ -12,9 +12,9 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_readme_code_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     code = "\n".join(blocks) + "\nassert not torch.equal(logits, without) and network is not None\n"
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ESPER_DATA": str(tmp_path / "data")}
     subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, check=True, env=one_thread)
     assert (tmp_path / "population.safetensors").stat().st_size > 1000
 
@@ -28,10 +28,29 @@ def test_readme_names_only_make_targets_that_exist() -> None:
 
 def test_readme_figures_are_the_committed_ones() -> None:
     text = README.read_text()
-    results = sorted((README.parent / "benchmarks" / "results").glob("*.json"))
+    results = sorted((README.parent / "benchmarks" / "results").glob("population-*.json"))
     assert len(results) >= 4
     for path in results:
         result = json.loads(path.read_text())
         assert f"| {result['samples_per_second']['population']:,.0f} |" in text
         origin = "{hardware}, torch {torch} | {date}, {commit} |".format(**result)
+        assert f"| {result['ratio']:.1f} | {origin}" in text
+
+
+def test_readme_sweeps_are_the_committed_ones() -> None:
+    text = README.read_text()
+    results = sorted((README.parent / "experiments" / "results").glob("sweep-*.json"))
+    assert len(results) == 3
+    for path in results:
+        result = json.loads(path.read_text())
+        gap = result["oracle_gap"]
+        assert f"| `{result['family']}` | {100 * result['levels']['no growth']['utility']:.1f} |" in text
+        assert f"| {100 * gap['value']:+.1f} ± {100 * gap['standard_error']:.1f} |" in text
+        assert gap["value"] >= 0.03
+    env = sorted((README.parent / "benchmarks" / "results").glob("env-*.json"))
+    assert len(env) >= 3
+    for path in env:
+        result = json.loads(path.read_text())
+        origin = "{hardware}, torch {torch} | {date}, {commit} |".format(**result)
+        assert f"| {result['host_epochs_per_second']['environment']:,.0f} |" in text
         assert f"| {result['ratio']:.1f} | {origin}" in text

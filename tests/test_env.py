@@ -143,6 +143,46 @@ def test_finished_rows_wait_and_are_reset_in_place() -> None:
     assert env.clock[running].tolist() == [6] * len(running)
 
 
+def test_a_finished_row_keeps_what_it_delivered() -> None:
+    env = toy_env(8)
+    env.reset(env.family.scenarios(8))
+    for _ in range(6):
+        measured = env.step(Random(1)(env.view()))
+    over = env.done.nonzero().flatten()
+    then, state = {n: t[over].clone() for n, t in measured.tensors().items()}, env.population.snapshot(over)
+    for _ in range(2):
+        measured = env.step(Wait()(env.view()))
+    for name, tensor in env.population.snapshot(over).items():
+        assert name == "lr" or torch.equal(tensor, state[name]), name
+    for name, tensor in measured.tensors().items():
+        assert torch.equal(tensor[over].nan_to_num(), then[name].nan_to_num()), name
+    assert bool(env.done.all())
+
+
+def test_a_new_episode_knows_nothing_of_the_last_one() -> None:
+    env = toy_env(4)
+    env.reset(env.family.scenarios(4))
+    last = env.step(Wait()(env.view()))
+    before = last.evidence.all_on.loss.clone()
+    env.reset(env.family.scenarios(1, start=50), torch.tensor([2]))
+    assert torch.equal(last.evidence.all_on.loss, before)  # what was handed out stays as it was
+    env.population.banks[0].weights[2] = float("nan")
+    measured = env.step(Wait()(env.view()))
+    assert bool(measured.rolled_back[2])
+    assert bool(measured.evidence.all_on.loss[2].isnan())
+    assert not bool(measured.evidence.contribution.known[2].any())
+
+
+def test_policies_see_price_and_horizon_but_no_key_to_the_rest() -> None:
+    env = toy_env(6)
+    scenarios = env.family.scenarios(6)
+    env.reset(scenarios)
+    view = env.view()
+    assert torch.equal(view.price, scenarios.price)
+    assert torch.equal(view.horizon, scenarios.horizon)
+    assert not set(view.key.tolist()) & set(scenarios.key.tolist())
+
+
 def test_waiting_episodes_equal_their_twin_exactly() -> None:
     env, other = toy_env(10), toy_env(10)
     scenarios = env.family.scenarios(10)
@@ -288,6 +328,14 @@ def test_previews_rank_candidates_and_leave_the_row_alone() -> None:
     assert float(env.spent[1]) > float(env.spent[0]) > 0
 
 
+def test_nothing_to_preview_is_no_error() -> None:
+    env = toy_env(3, toy_family(horizons=(1,)))
+    env.reset(env.family.scenarios(3))
+    env.step(Wait()(env.view()))
+    assert not bool(preview_candidates(env, steps=2).known.any())
+    assert not bool(env.spent.any())
+
+
 def test_random_policy_reaches_fossils_and_only_legal_actions() -> None:
     env = toy_env(64, toy_family(horizons=(20,)))
     trace = play(env, Random(3), env.family.scenarios(64))
@@ -323,6 +371,8 @@ def test_replay_is_bit_identical_and_finds_a_change(tmp_path: Path) -> None:
     assert replay(loaded, data=data) == []
     loaded.measured["all_on.loss"][3, 5] += 1e-6
     assert replay(loaded, data=data) == ["all_on.loss, epoch 4, row 5"]
+    longer = Trace(trace.header, trace.scenarios, torch.cat([trace.actions, trace.actions[-1:]]), trace.measured)
+    assert replay(longer, data=data)[0] == "length, epoch 9, every row"
 
 
 def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -393,5 +443,8 @@ def test_scenarios_can_be_written_by_hand() -> None:
     assert len(trace.actions) == 3
     with pytest.raises(EsperError, match="one to each"):
         env.reset(own, torch.tensor([0]))
+    other = toy_env(2, toy_family(kinds=KINDS[::-1]))
+    other.reset(own)
+    assert [other.family.kinds[i].name for i in other.scenarios.kind.tolist()] == ["plain", "noisy"]
     with pytest.raises(EsperError, match="of another family"):
-        toy_env(2).reset(own)
+        toy_env(2, toy_family(kinds=KINDS[2:])).reset(own)

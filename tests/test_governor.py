@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper.tamiyo import Random, Wait
+from esper.leyline import LifecycleOp
+from esper.tamiyo import Random, Scripted, Wait, entry
 from esper.tolaria import Kind, MorphogeneticEnv, play
 from tests.workshop import toy_env, toy_family
 
@@ -78,6 +79,34 @@ def test_a_second_rollback_ends_the_episode_with_the_last_good_state() -> None:
                 if name != "lr":
                     assert torch.equal(tensor, good[name]), name
     assert [record.ended for record in env.rollbacks] == [False, True]
+
+
+def test_pruning_a_useful_seed_is_not_a_fault() -> None:
+    """Its loss jumps, but that was a decision."""
+    frozen = (Kind("frozen", frozen=(True, True)),)
+    env = toy_env(4, toy_family(horizons=(14,), kinds=frozen))
+    script = [entry(env.spec, 0, LifecycleOp.GERMINATE, slot=0, blueprint="mlp_heavy", tempo=3),
+              entry(env.spec, 1, LifecycleOp.ADVANCE, slot=0), entry(env.spec, 10, LifecycleOp.PRUNE, slot=0)]
+    trace = play(env, Scripted([script] * 4), env.family.scenarios(4))
+    loss = trace.measured["train_loss"]
+    assert bool((loss[10] > loss[9] + env.governor.config.jump * env.governor.chance).all())
+    assert env.rollbacks == []
+    assert not bool(env.population.life.planted.any())
+
+
+def test_a_retried_seed_is_born_anew() -> None:
+    env = toy_env(2, toy_family(horizons=(14,)))
+    env.reset(env.family.scenarios(2))
+    germinate = torch.tensor([env.spec.action(LifecycleOp.GERMINATE, slot=0, blueprint="mlp_small")] * 2)
+    births = []
+    for _ in range(2):
+        env.population.begin_epoch(germinate)
+        births.append(env.population.tensors()["bank.1.weights"][0].clone())
+        env.population.end_epoch()
+        verdict = torch.tensor([1, 0])
+        env.governor.settle(verdict, torch.tensor([False, True]), torch.zeros(2), env.clock)
+        assert not bool(env.population.life.planted[0].any())
+    assert not torch.equal(births[0], births[1])
 
 
 def test_healthy_episodes_are_never_rolled_back() -> None:

@@ -42,7 +42,8 @@ def random_actions(population: Population, generator: torch.Generator) -> Tensor
     life = population.life
     nothing = torch.zeros(life.rows, dtype=torch.int64)
     keys = torch.randint(2**62, (life.rows,), generator=generator)
-    return Random()(View(population.spec, keys, nothing, nothing > 0, life.verdicts(), life.free_targets(), life.style))
+    return Random()(View(population.spec, keys, nothing, nothing, nothing, nothing, nothing > 0, life.verdicts(),
+                         life.free_targets(), life.style))
 
 
 def waves(batch: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -30,10 +30,13 @@ def run(config: Replay, console: Console) -> None:
     epochs, rows = trace.actions.shape[:2]
     if config.row is not None and not 0 <= config.row < rows:
         raise EsperError(f"--row {config.row} is outside 0..{rows - 1}")
-    here = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    if trace.header["device"] != "cpu" and not torch.cuda.is_available():
+        raise EsperError(f"this round was recorded on {trace.header['device']}, which is not here")
+    here = {"threads": torch.get_num_threads(), "torch": torch.__version__,
+            "deterministic": torch.are_deterministic_algorithms_enabled()}
     other = [f"{name} {trace.header[name]} then, {value} now" for name, value in here.items() if trace.header[name] != value]
     if other:
-        console.print(f"Bits are only promised for the same build and threads: {'; '.join(other)}")
+        console.print(f"Bits are only promised for the same build, threads and mode: {'; '.join(other)}")
     different = [place for place in replay(trace) if config.row is None or place.endswith(f", row {config.row}")]
     if different:
         raise EsperError(f"{len(different)} of the measurements differ, first {different[0]}")

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import platform
 import time
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class SweepOptions:
             raise EsperError(f"no --device {self.device!r} here; choose from cpu{', cuda' * torch.cuda.is_available()}")
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise EsperError(f"--out {self.out} is a file; name a folder")
+        if self.record is not None and not self.record.parent.is_dir():
+            raise EsperError(f"--record {self.record} lies in a folder that does not exist")
 
 
 def run(config: SweepOptions, console: Console) -> None:
@@ -83,7 +86,7 @@ def _heads(config: SweepOptions, sweep: Sweep, watch: Any) -> dict[str, gaps.Hea
     """For the seed that helps most on average: what every other head of it is worth, per kind and horizon."""
     if not config.heads:
         return {}
-    singles = [i for i, name in enumerate(sweep.names) if name.count(" @") == 1 and name[-2] == "@"]
+    singles = [i for i, name in enumerate(sweep.names) if name[-2] == "@" and ", then " not in name]
     best = sweep.names[max(singles, key=lambda i: float(sweep.accuracy[:, i].mean()))]
     blueprint, slot = best.split(" @")
     effects = {}
@@ -115,7 +118,8 @@ def _write(config: SweepOptions, sweep: Sweep, levels: list[gaps.Level], effects
         "family": config.family, "inits": config.inits, "scenarios": len(sweep.init), "choices": sweep.names,
         "levels": {v.name: {"utility": v.mean, "error": v.standard_error, "gain": v.gain, "gain_error": v.gain_error,
                             "choices": {str(k): c for k, c in v.choices_taken.items()}} for v in levels},
-        "oracle_gap": gap._asdict(), "rule_share": part._asdict(), "rollbacks": sweep.rollbacks,
+        "oracle_gap": gap._asdict(), "rule_share": None if math.isnan(part.value) else part._asdict(),
+        "rollbacks": sweep.rollbacks,
         "rule": gaps.best_rule(sweep.outcomes()).describe(sweep.feature_names),
         "heads": {name: {**effect.gain._asdict(), "spread": effect.spread} for name, effect in effects.items()},
         "seconds": seconds, "date": datetime.date.today().isoformat(), "commit": config.commit, "torch": torch.__version__,

@@ -135,7 +135,10 @@ class Population:
         return self._stepper(x, y)
 
     def shadow_step(self, x: Tensor, y: Tensor) -> None:
-        """One optimiser step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`."""
+        """One optimiser step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`.
+
+        Everything else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
+        """
         self._check_samples(x, self.rows)
         if self._stepper is None:
             shadow = self._shadow_pass(self._packed())

@@ -25,8 +25,13 @@ def _scramble(value: Tensor) -> Tensor:
 def mix(key: Tensor, *parts: Tensor | int) -> Tensor:
     """A new int64 key from a key and further integers; every argument matters and so does their order."""
     for part in parts:
-        key = _scramble(key + (torch.as_tensor(part, device=key.device) + 1) * _GOLDEN)
+        key = _scramble(key + (_wrapped((part + 1) * _GOLDEN) if isinstance(part, int) else (part + 1) * _GOLDEN))
     return key
+
+
+def _wrapped(value: int) -> int:
+    """As int64 arithmetic would have it. No tensor is made: copying one to a device makes the host wait."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def uniform(keys: Tensor, count: int) -> Tensor:

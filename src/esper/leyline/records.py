@@ -87,7 +87,10 @@ class View:
     """What any policy may know of N rows besides observations: what is legal, and which episode's clock it reads."""
 
     spec: ActionSpec
-    key: "Tensor"  # [N] scenario keys, for draws that depend on nothing else
+    key: "Tensor"  # [N] for draws that depend on scenario and clock alone; says nothing about the scenario
+    price: "Tensor"  # [N]
+    flop_price: "Tensor"  # [N]
+    horizon: "Tensor"  # [N]
     clock: "Tensor"  # [N] epochs that are over
     done: "Tensor"  # [N] bool
     verdicts: "Tensor"  # [N, S, ops] bool

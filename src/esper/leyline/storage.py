@@ -20,6 +20,8 @@ T = TypeVar("T")
 def write_state(path: str | Path, kind: str, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """The file appears whole or not at all."""
     temporary = Path(f"{path}.writing")
+    if not temporary.parent.is_dir():
+        raise StateFormatError(f"cannot write {path}: its folder does not exist")
     text = json.dumps({"schema": SCHEMA, **header})
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {f"esper.{kind}": text})
     os.replace(temporary, path)
@@ -32,10 +34,10 @@ def read_state(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, T
             if header is None:
                 raise StateFormatError(f"{path} is a safetensors file, but no {kind} saved by Esper")
             parsed: dict[str, Any] = json.loads(header)
-            if parsed["schema"] != SCHEMA:
-                raise StateFormatError(f"{path} has schema {parsed['schema']}; this version of Esper reads schema {SCHEMA}")
+            if parsed.get("schema") != SCHEMA:
+                raise StateFormatError(f"{path} has schema {parsed.get('schema')}; this version of Esper reads schema {SCHEMA}")
             return parsed, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
         raise StateFormatError(f"cannot read a {kind} from {path}: {error}") from error
 
 
@@ -44,7 +46,8 @@ def plain(value: Any) -> dict[str, Any]:
     if isinstance(value, ActionSpec):
         return {"slots": value.slots, "blueprints": value.blueprints, "heads": value.heads, "ops": value.ops,
                 "auto_advance": value.auto_advance, "defaults": [value.defaults[head] for head in Head]}
-    assert is_dataclass(value) and not isinstance(value, type)
+    assert is_dataclass(value)
+    assert not isinstance(value, type)
     return asdict(value)
 
 

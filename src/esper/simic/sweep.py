@@ -169,6 +169,7 @@ def observe_early(family: Family, scenarios: Scenarios, preview_steps: int, **op
         previews = preview_candidates(env, preview_steps)
         for slot in range(env.spec.slots):
             for number, name in enumerate(env.spec.blueprints):
-                if bool(previews.known[:, slot, number].any()):
-                    columns[f"preview {name} @{slot}"] = previews.value[:, slot, number]
+                if name != "noop":
+                    known, value = previews.known[:, slot, number], previews.value[:, slot, number]
+                    columns[f"preview {name} @{slot}"] = torch.where(known, value, torch.nan)
     return torch.stack(list(columns.values()), 1), list(columns)

@@ -90,12 +90,15 @@ class MorphogeneticEnv:
         self.feed.reset(rows, scenarios)
         self.clock[rows], self.done[rows], self.spent[rows] = 0, False, 0
         self.governor.reset(rows)
+        if self.measured is not None:
+            self.measured = _replaced(self.measured, rows, None)
 
     def view(self) -> View:
         """What policies read."""
         life = self.population.life
-        return View(self.spec, self.scenarios.key.clone(), self.clock.clone(), self.done.clone(), life.verdicts(),
-                    life.free_targets(), life.style.clone())
+        facts = self.scenarios
+        return View(self.spec, mix(facts.key, 7), facts.price.clone(), facts.flop_price.clone(), facts.horizon.clone(),
+                    self.clock.clone(), self.done.clone(), life.verdicts(), life.free_targets(), life.style.clone())
 
     def step(self, actions: Tensor) -> Measurement:
         """Act, train one epoch, measure, and let the governor settle. Measurements are of after the action."""
@@ -104,14 +107,16 @@ class MorphogeneticEnv:
         if bool(idle.any()):
             raise EsperError(f"row {int(idle.nonzero()[0])} is done; reset it or let it WAIT")
         self._set_rates()
+        alpha = self.population.life.alpha
         self.population.begin_epoch(actions)
+        self.governor.forget((self.population.life.alpha < alpha).any(1).nonzero().flatten())
         self.feed.begin_epoch(self.clock)
         losses = [self.population.train_step(*self.feed.train(step)) for step in range(self.feed.steps)]
         train_loss = torch.stack(losses).mean(0).cpu().float()
         evidence = evaluate(self.population, self.validation())
         self._spend()
         self.population.end_epoch(evidence.contribution)
-        self.clock += 1
+        self.clock += ~self.done
         self._settle(train_loss, evidence, full)
         assert self.measured is not None
         return self.measured
@@ -130,23 +135,24 @@ class MorphogeneticEnv:
         """Training a seed takes three times its forward; a shadow row also runs its host forward and backward again."""
         _, flops = self.population.costs()
         host = self.family.host.cost.flops
-        again = 2 * host * self.population.life.incubating * (self.population.incubation == "shadow")
+        shadows = self.population.life.incubating & (flops > 0) & (self.population.incubation == "shadow")
+        again = 2 * host * shadows
         extra = (3 * flops + again).sum(1).double() / (3 * host * self.scenarios.horizon)
         self.spent += torch.where(self.done, 0.0, extra)
 
     def _settle(self, train_loss: Tensor, evidence: Evidence, actions: Tensor) -> None:
+        over = self.done.clone()
         verdict = self.governor.verdicts(evidence.all_on.loss, train_loss)
-        verdict[self.done] = 0
-        ended = self.governor.settle(verdict, train_loss, self.clock)
+        verdict[over] = 0
+        ended = self.governor.settle(verdict, over, train_loss, self.clock)
         for row in (verdict > 0).nonzero().flatten().tolist():
             self.rollbacks.append(Rollback(int(self.scenarios.key[row]), int(self.clock[row]), RULES[int(verdict[row])],
                                            tuple(actions[row].tolist()), bool(ended[row])))
         self.done = self.done | ended | (self.clock >= self.scenarios.horizon)
         params = self.population.costs()[0].sum(1)
         now = Measurement(self.clock.clone(), train_loss, evidence, params, self.spent.float(), verdict > 0, self.done.clone())
-        if self.measured is not None and bool((verdict > 0).any()):
-            _carry(now, self.measured, verdict > 0)
-        self.measured = now
+        back = ((verdict > 0) | over).nonzero().flatten()
+        self.measured = _replaced(now, back, self.measured) if len(back) else now
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a continued run needs."""
@@ -177,6 +183,8 @@ class MorphogeneticEnv:
         different = [name for name, value in self.fingerprint().items() if theirs.get(name) != value]
         if different:
             raise StateFormatError(f"{path} is of another environment: {', '.join(different)} differ")
+        if missing := {name for name in self.tensors() if not name.startswith("measured.")} - tensors.keys():
+            raise StateFormatError(f"{path} lacks {len(missing)} of its tensors, {min(missing)} among them; nothing was loaded")
         groups: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             room, _, rest = name.partition(".")
@@ -193,12 +201,15 @@ class MorphogeneticEnv:
         self.measured = _measurement(groups["measured"]) if "measured" in groups else None
 
 
-def _carry(now: Measurement, before: Measurement, rows: Tensor) -> None:
-    """Rows that were put back report what their last good state measured."""
-    keep = {"clock", "rolled_back", "done", "spent"}
-    for name, tensor in before.tensors().items():
-        if name not in keep:
-            now.tensors()[name][rows] = tensor[rows]
+def _replaced(now: Measurement, rows: Tensor, before: Measurement | None) -> Measurement:
+    """The same, but these rows report what was measured before; where nothing was, scores are NaN and evidence unknown."""
+    flat = {name: tensor.clone() for name, tensor in now.tensors().items()}
+    old = None if before is None else before.tensors()
+    for name, tensor in flat.items():
+        if name not in ("clock", "rolled_back", "done", "spent"):
+            empty = float("nan") if name == "train_loss" or name.startswith(("all_", "delivered")) else 0
+            tensor[rows] = torch.full_like(tensor[rows], empty) if old is None else old[name][rows]
+    return _measurement(flat)
 
 
 def _measurement(flat: dict[str, Tensor]) -> Measurement:

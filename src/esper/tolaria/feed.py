@@ -127,4 +127,4 @@ def _shuffled(keys: Tensor, count: int) -> Tensor:
 
 def _spread(keys: Tensor, most: Tensor | int) -> Tensor:
     """Whole numbers from -most to most, one per key."""
-    return ((keys >> 11) % (2 * torch.as_tensor(most, device=keys.device) + 1)) - most
+    return ((keys >> 11) % (2 * most + 1)) - most

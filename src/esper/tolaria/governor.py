@@ -52,6 +52,10 @@ class Governor:
         self.history[rows], self.high[rows], self.last[rows] = math.nan, False, -(10**6)
         self._keep(rows)
 
+    def forget(self, rows: Tensor) -> None:
+        """These rows [k] were changed on purpose: their losses may rise."""
+        self.history[rows], self.high[rows] = math.nan, False
+
     def verdicts(self, loss: Tensor, train_loss: Tensor) -> Tensor:
         """[N]: which of RULES each row breaks, 0 is none, from its validation and training losses [N]."""
         best = self.history.nan_to_num(nan=math.inf).amin(1)
@@ -70,12 +74,18 @@ class Governor:
                   if name.startswith("bank.") and bank.dim() == 2]
         return torch.stack(finite).all(0).cpu()
 
-    def settle(self, verdict: Tensor, train_loss: Tensor, clock: Tensor) -> Tensor:
-        """Keep the rows that passed, put the others back. bool [N]: rows whose episode ends by it."""
-        bad, good = (verdict > 0).nonzero().flatten(), (verdict == 0).nonzero().flatten()
-        again = (verdict > 0) & (clock - self.last <= self.config.patience)
-        if len(bad):
-            self.population.restore(bad, {name: tensor[bad.to(tensor.device)] for name, tensor in self.saved.items()})
+    def settle(self, verdict: Tensor, over: Tensor, train_loss: Tensor, clock: Tensor) -> Tensor:
+        """Keep the rows that passed, put the others back, and those that were `over` before. bool [N]: episodes that end.
+
+        A seed that is germinated again gets other weights: births are counted on.
+        """
+        bad, good = (verdict > 0) & ~over, ((verdict == 0) & ~over).nonzero().flatten()
+        again = bad & (clock - self.last <= self.config.patience)
+        back = (bad | over).nonzero().flatten()
+        if len(back):
+            births = self.population.life.germinations[back]
+            self.population.restore(back, {name: tensor[back.to(tensor.device)] for name, tensor in self.saved.items()})
+            self.population.life.germinations[back] = births
             self.last[bad] = clock[bad]
         self._keep(good)
         self.history[good] = torch.cat([self.history[good, 1:], train_loss[good, None]], 1)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import Population
-from esper.leyline import ActionSpec, LifecycleOp, SeedStage
-from esper.tolaria.env import MorphogeneticEnv
+from esper.leyline import ActionSpec, Head, LifecycleOp, SeedStage
+from esper.tolaria.env import MOST_AT_ONCE, MorphogeneticEnv
 from esper.tolaria.evaluation import measure
 
 
@@ -36,8 +36,8 @@ def preview_candidates(env: MorphogeneticEnv, steps: int = 30, rows: Tensor | No
     empty = population.life.at(SeedStage.DORMANT) & (chosen & ~env.done)[:, None]
     real = torch.tensor([prototype.layout.size > 0 for prototype in population.prototypes[0]])
     known = empty[:, :, None] & real
-    previews = Previews(torch.zeros(shape), torch.zeros(shape), known)
-    for part in known.nonzero().split(most):
+    previews = Previews(torch.zeros(shape), torch.zeros(shape), known.clone())
+    for part in known.nonzero().split(most) if bool(known.any()) else ():
         value, error = _train(env, part, steps)
         sound = value.isfinite() & error.isfinite()
         where = tuple(part.t())
@@ -55,7 +55,7 @@ def _train(env: MorphogeneticEnv, candidates: Tensor, steps: int) -> tuple[Tenso
                          device=population.device, dtype=population.dtype, compute_dtype=population.compute_dtype)
     scratch.restore(torch.arange(len(row)), population.snapshot(row))
     full = torch.tensor([everything.action(LifecycleOp.GERMINATE)]).repeat(len(row), 1)
-    full[:, 1], full[:, 2] = slot, blueprint
+    full[:, Head.SLOT], full[:, Head.BLUEPRINT] = slot, blueprint
     rate = env.scenarios.lr * env.family.rate(env.clock, env.scenarios.horizon)
     rates = torch.zeros(len(row), 1 + env.spec.slots, dtype=torch.float64)
     rates[torch.arange(len(row)), 1 + slot] = rate[row]
@@ -69,7 +69,9 @@ def _train(env: MorphogeneticEnv, candidates: Tensor, steps: int) -> tuple[Tenso
     alpha = scratch.life.alpha.clone()
     alpha[torch.arange(len(row)), slot] = scratch.life.target[torch.arange(len(row)), slot]
     every = torch.arange(len(row))
-    chunks = ((x.index_select(1, where), y.index_select(1, where)) for x, y in env.validation())
+    piece = max(1, MOST_AT_ONCE[population.device.type] // (2 * len(row)))
+    chunks = ((a.index_select(1, where), b.index_select(1, where))
+              for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
     _, gains, errors = measure(scratch.probe(every, alpha), every.to(population.device), len(row), chunks)
     return -gains[0], errors[0]
 

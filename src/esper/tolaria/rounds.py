@@ -48,11 +48,12 @@ class Trace:
 
 
 def play(env: MorphogeneticEnv, decide: Decide, scenarios: Scenarios,
-         watch: Callable[[Measurement], object] | None = None) -> Trace:
-    """One episode in every row, all started together, until the last of them is done."""
+         watch: Callable[[Measurement], object] | None = None, most: int | None = None) -> Trace:
+    """One episode in every row, all started together, until the last of them is done, or for `most` epochs."""
     env.reset(scenarios)
-    actions, measured = [], []
-    while not bool(env.done.all()):
+    actions: list[Tensor] = []
+    measured = []
+    while not bool(env.done.all()) and len(actions) != most:
         actions.append(decide(env.view()))
         measurement = env.step(actions[-1])
         measured.append({name: t.clone() for name, t in measurement.tensors().items()})
@@ -66,10 +67,11 @@ def replay(trace: Trace, device: str | None = None, data: TaskData | None = None
     """Run a recorded round again: the names of measurements that differ in any bit, one "name, epoch, row" each."""
     header = trace.header
     env = _environment(header, len(trace.scenarios), device or str(header["device"]), data)
-    again = play(env, _Recorded(trace.actions), trace.scenarios)
-    different = []
-    for name, tensor in trace.measured.items():
-        mine = again.measured[name]
+    again = play(env, _Recorded(trace.actions), trace.scenarios, most=len(trace.actions))
+    same = len(again.actions)
+    different = [] if same == len(trace.actions) else [f"length, epoch {same + 1}, every row"]
+    for name, recorded in trace.measured.items():
+        mine, tensor = again.measured[name], recorded[:same]
         unequal = ~((mine == tensor) | (mine.isnan() & tensor.isnan())) if mine.is_floating_point() else mine != tensor
         different += [f"{name}, epoch {place[0] + 1}, row {place[1]}" for place in unequal.nonzero().tolist()]
     return different
@@ -88,6 +90,7 @@ def _header(env: MorphogeneticEnv) -> dict[str, Any]:
     population = env.population
     return {"family": plain(env.family), "device": population.device.type, "torch": torch.__version__,
             "python": platform.python_version(), "threads": torch.get_num_threads(), "incubation": population.incubation,
+            "deterministic": torch.are_deterministic_algorithms_enabled(), "compile": population.compile,
             "dtype": str(population.dtype), "compute_dtype": str(population.compute_dtype),
             "gates": plain(population.life.gates), "governor": plain(env.governor.config), "spec": plain(env.spec)}
 
@@ -95,8 +98,8 @@ def _header(env: MorphogeneticEnv) -> dict[str, Any]:
 def _environment(header: dict[str, Any], rows: int, device: str, data: TaskData | None) -> MorphogeneticEnv:
     return MorphogeneticEnv(
         _family(header["family"]), rows, spec=rebuilt(ActionSpec, header["spec"]), gates=rebuilt(GateConfig, header["gates"]),
-        governor=rebuilt(GovernorConfig, header["governor"]), incubation=header["incubation"], device=device,
-        dtype=DTYPES[header["dtype"]], compute_dtype=DTYPES[header["compute_dtype"]], data=data)
+        governor=rebuilt(GovernorConfig, header["governor"]), incubation=header["incubation"], device=device, data=data,
+        dtype=DTYPES[header["dtype"]], compute_dtype=DTYPES[header["compute_dtype"]], compile=header["compile"])
 
 
 def _family(fields: dict[str, Any]) -> Family:

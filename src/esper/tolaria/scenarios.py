@@ -72,10 +72,12 @@ class Scenarios:
         return Scenarios(**{name: column[rows] for name, column in self.columns().items()}, kinds=self.kinds)
 
     def put(self, rows: Tensor, others: "Scenarios") -> None:
-        if others.kinds != self.kinds:
-            raise EsperError("these scenarios are of another family")
+        """Write others into these rows; their kinds must be among these."""
+        if not set(others.kinds) <= set(self.kinds):
+            raise EsperError("these scenarios are of another family: it has no such kind")
         for name, column in self.columns().items():
             column[rows] = getattr(others, name)
+        self.kind[rows] = torch.tensor([self.kinds.index(kind) for kind in others.kinds])[others.kind]
 
     def of_kind(self, name: str) -> Tensor:
         """[N]: one field of every scenario's kind."""
