@@ -4,7 +4,7 @@
 
 Every arm germinates the same seed in the same epoch, lets it incubate for 1 or 3 epochs, blends it within 3 epochs and keeps it.
 In the arm "fresh" the seed takes its newborn weights again in the moment it is blended, so its incubation taught it nothing.
-All arms share scenarios (init, data order); differences are paired. Writes experiments/results/incubation.json.
+All arms share scenarios (init, data order); differences are paired. Writes experiments/results/incubation-*.json.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
                 result[f"{name}, {blueprint}, {wait} epochs"] = row
                 print(name, blueprint, wait, row, flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "incubation.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / f"incubation-{'-'.join(options.families)}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
