@@ -162,7 +162,8 @@ def _plain(env: MorphogeneticEnv, chunks: Iterable[tuple[Tensor, Tensor]]) -> Te
 
 
 def run(config: EnvBench, console: Console) -> None:
-    result = run_env_bench(config)
+    with console.status("epochs of the environment and of the loop, one after the other"):
+        result = run_env_bench(config)
     table = Table("way", "hosts", "host-epochs/s", title=f"{config.host} on mnist1d, {config.samples} samples, evidence included",
                   title_justify="left")
     table.add_row("environment", str(config.rows), f"{result['host_epochs_per_second']['environment']:,.1f}")

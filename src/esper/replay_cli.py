@@ -37,7 +37,9 @@ def run(config: Replay, console: Console) -> None:
     other = [f"{name} {trace.header[name]} then, {value} now" for name, value in here.items() if trace.header[name] != value]
     if other:
         console.print(f"Bits are only promised for the same build, threads and mode: {'; '.join(other)}")
-    different = [place for place in replay(trace) if config.row is None or place.endswith(f", row {config.row}")]
+    with console.status(f"{epochs} epochs of {rows} rows"):
+        places = replay(trace)
+    different = [place for place in places if config.row is None or place.endswith((f", row {config.row}", "every row"))]
     if different:
         raise EsperError(f"{len(different)} of the measurements differ, first {different[0]}")
     what = f"row {config.row}" if config.row is not None else f"all {rows} rows"
