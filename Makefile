@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 lint: $(READY)
-	$(VENV)/bin/ruff check src tests benchmarks
+	$(VENV)/bin/ruff check src tests benchmarks experiments
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 

@@ -35,7 +35,7 @@ def test_scenarios_depend_on_their_keys_alone() -> None:
 @pytest.mark.parametrize("options", [{"horizons": ()}, {"batch": 0}, {"task": "cats"}, {"kinds": (Kind("x", label_noise=1.0),)}])
 def test_impossible_families_are_refused(options: dict[str, object]) -> None:
     settings = {"name": "bad", "task": "mnist1d", "host": Host("mlp"), "kinds": KINDS} | options
-    with pytest.raises(EsperError, match="^(family|no task) .*[^.]$"):
+    with pytest.raises(EsperError, match=r"^(family|no task) .*[^.]$"):
         Family(**settings)  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def one_row(kind: Kind, host: Host | None = None, **options: object) -> tuple[to
 
 
 def test_an_epoch_meets_every_sample_once_with_its_label() -> None:
-    x, y, feed = one_row(Kind("plain"))
+    x, y, _feed = one_row(Kind("plain"))
     data = toy_data(inputs=(40,))
     distance = (x[:, None] - data.x).norm(dim=2)
     assert sorted(distance.argmin(1).tolist()) == list(range(240))

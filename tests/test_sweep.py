@@ -21,7 +21,7 @@ DATA = toy_data(inputs=(40,))
 
 def test_every_script_ends_as_its_name_says() -> None:
     table = choices(FAMILY)
-    assert list(table)[0] == gaps.NO_GROWTH
+    assert next(iter(table)) == gaps.NO_GROWTH
     assert len(table) == 1 + 2 * 5 + 2 * 5 + 2
     sweep = run_sweep(FAMILY, table, 4, rows=256, preview_steps=4, data=DATA)
     fossils = sweep.params > 0  # [K, C]
