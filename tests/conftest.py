@@ -1,10 +1,17 @@
-"""Shared set-up: one thread, and a device for every test that takes one."""
+"""Shared set-up: one thread, data in a folder of the session's own, and a device for every test that takes one."""
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def data_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["ESPER_DATA"] = str(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(params=DEVICES)
