@@ -3,6 +3,7 @@
 Legend: N rows, S slots.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from esper.tolaria.governor import RULES, Governor, GovernorConfig
 from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData, load_task
 
-MOST_AT_ONCE = {"cpu": 8_192, "cuda": 262_144}
-"""Samples times rows that an evaluation runs at once: what caches hold, and enough to keep a device busy."""
+MOST_AT_ONCE = {"cpu": 600_000, "cuda": 40_000_000}
+"""Numbers behind a stage that an evaluation computes at once: what caches hold, and enough to keep a device busy."""
 
 
 @dataclass
@@ -123,9 +124,14 @@ class MorphogeneticEnv:
 
     def validation(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The validation slice, or its samples first..last, in chunks that fit."""
-        chunk = max(1, MOST_AT_ONCE[self.population.device.type] // self.rows)
+        chunk = max(50, self.at_once(self.rows))
         last = len(self.feed.validation_x) if last is None else last
         return (self.feed.validation(start, min(start + chunk, last)) for start in range(first, last, chunk))
+
+    def at_once(self, rows: int) -> int:
+        """Samples that an evaluation of so many rows should run at once."""
+        widest = max(shape.channels * math.prod(shape.extent) for shape in self.family.host.slots.shapes)
+        return max(1, MOST_AT_ONCE[self.population.device.type] // (rows * widest))
 
     def _set_rates(self) -> None:
         rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)

@@ -128,8 +128,8 @@ def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int,
         scores = torch.stack([loss, right, (-loss).exp()])  # [3, B, N + E]
         gain = scores[::2].index_select(2, env) - scores[::2, :, rows:]
         gain[0].neg_()
-        gain = gain.double()
-        sums = sums.to(gain) + torch.cat([t.sum(1).flatten() for t in (scores.double(), gain, gain.square())])
+        each = torch.cat([t.sum(1, dtype=torch.float64).flatten() for t in (scores, gain, gain.square())])
+        sums = sums.to(each) + each
         count += len(x)
     every, extra = rows + len(env), len(env)
     means, mean, square = (sums.cpu() / count).split([3 * every, 2 * extra, 2 * extra])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.kasmina import Population
 from esper.leyline import ActionSpec, Head, LifecycleOp, SeedStage
-from esper.tolaria.env import MOST_AT_ONCE, MorphogeneticEnv
+from esper.tolaria.env import MorphogeneticEnv
 from esper.tolaria.evaluation import measure
 
 
@@ -69,7 +69,7 @@ def _train(env: MorphogeneticEnv, candidates: Tensor, steps: int) -> tuple[Tenso
     alpha = scratch.life.alpha.clone()
     alpha[torch.arange(len(row)), slot] = scratch.life.target[torch.arange(len(row)), slot]
     every = torch.arange(len(row))
-    piece = max(1, MOST_AT_ONCE[population.device.type] // (2 * len(row)))
+    piece = env.at_once(2 * len(row))
     chunks = ((a.index_select(1, where), b.index_select(1, where))
               for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
     _, gains, errors = measure(scratch.probe(every, alpha), every.to(population.device), len(row), chunks)
