@@ -5,14 +5,11 @@
 Measures CUDA hosts where CUDA is there, and CPU hosts elsewhere. Needs torch and rich, not the command.
 """
 
-import argparse
 import datetime
 import json
-import subprocess
-from pathlib import Path
 
 import torch
-from population import hardware
+from population import arguments, hardware
 
 from esper.bench_env import EnvBench, run_env_bench
 from esper.memory import keep_freed_memory
@@ -22,19 +19,13 @@ CUDA = [{"host": "conv1d", "rows": 1024, "loop_rows": 8, "device": "cuda", "dtyp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", help="commit that is measured (default: git's HEAD)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    out, commit = arguments(__doc__)
     keep_freed_memory()
     for options_of_one in CUDA if torch.cuda.is_available() else CPU:
         config = EnvBench(**options_of_one, rounds=5)  # type: ignore[arg-type]
         result = run_env_bench(config)
         result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
-        path = options.out / f"env-{config.host}-{config.device}-{config.dtype}.json"
+        path = out / f"env-{config.host}-{config.device}-{config.dtype}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{path.name}: {result['ratio']:.1f}x, {result['host_epochs_per_second']}, evidence "
               f"{result['counterfactuals']['ratio']:.1f}x, {result['peak_memory_bytes'] / 2**30:.1f} GiB", flush=True)

@@ -32,21 +32,26 @@ def hardware(device: str) -> str:
     return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None) -> tuple[Path, str]:
+    """(folder for results, commit that is measured)."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="commit that is measured (default: git's HEAD)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     head = ["git", "rev-parse", "--short", "HEAD"]
-    commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    return options.out, options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    out, commit = arguments(__doc__)
     keep_freed_memory()
     for options_of_one in CUDA if torch.cuda.is_available() else CPU:
         config = PopulationBench(**options_of_one)
         result = run_population_bench(config, print)
         result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
         name = "-".join([config.host, config.device, config.dtype, *["compiled"] * config.compile])
-        path = options.out / f"population-{name}.json"
+        path = out / f"population-{name}.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{path}: {result['ratio']:.1f}x, {result['samples_per_second']}, {result['structural_seconds']}", flush=True)
 

@@ -21,6 +21,11 @@ from esper.leyline import EsperError, Head, LifecycleOp, Style
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def check_device(device: str) -> None:
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise EsperError(f"no --device {device!r} here; choose from cpu{', cuda' * torch.cuda.is_available()}")
+
+
 @dataclass(frozen=True)
 class PopulationBench:
     """Train hosts that hold three seeds each: as a population, and as a loop.
@@ -56,8 +61,7 @@ class PopulationBench:
             raise EsperError("--rows, --batch, --steps, --rounds and --warm-up must be at least 1, --loop-rows at least 0")
         if self.loop_rows > self.rows:
             raise EsperError("--loop-rows cannot exceed --rows: the loop trains some of the population's own hosts")
-        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
-            raise EsperError(f"no --device {self.device!r} here; choose from cpu{', cuda' * torch.cuda.is_available()}")
+        check_device(self.device)
         if self.dtype not in DTYPES:
             raise EsperError(f"no --dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
 

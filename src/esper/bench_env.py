@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from esper.bench import DTYPES, Loop
+from esper.bench import DTYPES, Loop, check_device
 from esper.kasmina import Host, OptimConfig
 from esper.leyline import EsperError, Head
 from esper.tamiyo import Wait
@@ -54,8 +54,7 @@ class EnvBench:
             raise EsperError("--rows and --rounds must be at least 1, --samples 100 to 3000, --seeds 1 to 3")
         if self.loop_rows > self.rows:
             raise EsperError("--loop-rows cannot exceed --rows: the loop trains some of the environment's own hosts")
-        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
-            raise EsperError(f"no --device {self.device!r} here; choose from cpu{', cuda' * torch.cuda.is_available()}")
+        check_device(self.device)
         if self.dtype not in DTYPES:
             raise EsperError(f"no --dtype {self.dtype!r}; choose from {', '.join(DTYPES)}")
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from esper.bench import check_device
 from esper.leyline import EsperError
 from esper.leyline.storage import write_state
 from esper.simic import gaps
@@ -51,8 +52,7 @@ class SweepOptions:
         find_family(self.family)
         if self.inits < 4 or self.rows < 1 or self.previews < 0:
             raise EsperError("--inits must be at least 4, --rows at least 1, --previews at least 0")
-        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
-            raise EsperError(f"no --device {self.device!r} here; choose from cpu{', cuda' * torch.cuda.is_available()}")
+        check_device(self.device)
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise EsperError(f"--out {self.out} is a file; name a folder")
         if self.record is not None and not self.record.parent.is_dir():
