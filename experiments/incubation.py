@@ -7,13 +7,8 @@ In the arm "fresh" the seed takes its newborn weights again in the moment it is 
 All arms share scenarios (init, data order); differences are paired. Writes experiments/results/incubation-*.json.
 """
 
-import argparse
-import datetime
-import json
-import subprocess
-from pathlib import Path
-
 import torch
+from shared import parser, write
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage
@@ -58,18 +53,11 @@ def compare(late: Tensor, early: Tensor, base_late: Tensor, base_early: Tensor) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--families", nargs="+", default=list(SEEDS))
-    parser.add_argument("--inits", type=int, default=16)
-    parser.add_argument("--commit", help="commit that is measured (default: git's HEAD)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-    result: dict[str, object] = {"date": datetime.date.today().isoformat(), "commit": commit, "torch": torch.__version__,
-                                 "hardware": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
-                                 "inits": options.inits}
+    command = parser(__doc__)
+    command.add_argument("--families", nargs="+", default=list(SEEDS))
+    command.add_argument("--inits", type=int, default=16)
+    options = command.parse_args()
+    result: dict[str, object] = {"inits": options.inits}
     for name in options.families:
         for blueprint in SEEDS[name]:
             for wait in (1, 3):
@@ -78,8 +66,7 @@ def main() -> None:
                 row = {arm: compare(late, early, *arms["fresh"]) for arm, (late, early) in arms.items()}
                 result[f"{name}, {blueprint}, {wait} epochs"] = row
                 print(name, blueprint, wait, row, flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"incubation-{'-'.join(options.families)}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(options, f"incubation-{'-'.join(options.families)}", result)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,10 @@
 trained side by side. Writes experiments/results/paper_table.json.
 """
 
-import argparse
-import datetime
-import json
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from shared import parser, write
 from torch import nn
 
 from esper.kasmina import HOSTS, Host
@@ -51,23 +47,15 @@ def measure(name: str, inits: int, epochs: int, device: str) -> dict[str, object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--inits", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=150)
-    parser.add_argument("--commit", help="commit that is measured (default: git's HEAD)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
-    result: dict[str, object] = {"date": datetime.date.today().isoformat(), "commit": commit, "torch": torch.__version__,
-                                 "hardware": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
-                                 "epochs": options.epochs, "samples": 4000, "test": TASKS["mnist1d"].sizes[2]}
+    command = parser(__doc__)
+    command.add_argument("--inits", type=int, default=8)
+    command.add_argument("--epochs", type=int, default=150)
+    options = command.parse_args()
+    result: dict[str, object] = {"epochs": options.epochs, "samples": 4000, "test": TASKS["mnist1d"].sizes[2]}
     for name in ARCHITECTURES:
         result[name] = measure(name, options.inits, options.epochs, options.device)
         print(name, result[name], flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "paper_table.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(options, "paper_table", result)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -411,29 +410,33 @@ print("ready", flush=True)
 while not bool(env.done.all()):
     env.step(policy(env.view()))
     env.save(path)
+    print("saved", flush=True)
 """
 
 
-def run_to_the_end(path: Path, kill_after: float | None) -> None:
+def run_to_the_end(path: Path, kill_after: int | None) -> None:
+    """Or until it was killed in the epoch after so many checkpoints."""
     root = Path(__file__).parent.parent
     job = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], cwd=root, stdout=subprocess.PIPE,
                            env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert job.stdout is not None
-    job.stdout.readline()
+    for _ in range(1 + (kill_after or 0)):
+        job.stdout.readline()
     if kill_after is not None:
-        time.sleep(kill_after)
         job.send_signal(signal.SIGKILL)
-    job.wait()
+    assert job.wait() == (0 if kill_after is None else -signal.SIGKILL)
     job.stdout.close()
 
 
 def test_killed_runs_resume_bit_for_bit(tmp_path: Path) -> None:
     run_to_the_end(tmp_path / "whole.safetensors", None)
-    for trial, seconds in enumerate((0.05, 0.12, 0.2)):
-        path = tmp_path / f"killed{trial}.safetensors"
-        run_to_the_end(path, seconds)
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    for saved in (0, 2, 5):
+        path = tmp_path / f"killed{saved}.safetensors"
+        run_to_the_end(path, saved)
+        assert not path.exists() or path.read_bytes() != whole
         run_to_the_end(path, None)
-        assert path.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+        assert path.read_bytes() == whole
 
 
 def test_scenarios_can_be_written_by_hand() -> None:

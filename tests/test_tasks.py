@@ -392,8 +392,8 @@ def test_the_command_exits_with_2_and_one_sentence(data: Path, tmp_path: Path, m
     assert "found" in capsys.readouterr().out
 
 
-def test_tolaria_imports_with_torch_numpy_and_safetensors_alone() -> None:
-    code = ("import sys, esper.tolaria, esper.tolaria.tasks;"
+def test_rooms_import_with_torch_numpy_and_safetensors_alone() -> None:
+    code = ("import sys, esper.kasmina, esper.tolaria, esper.tamiyo, esper.simic.sweep, esper.simic.gaps;"
             "print({'mnist1d', 'sklearn', 'scipy', 'matplotlib', 'tyro', 'rich', 'requests'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -123,8 +123,8 @@ class ActionSpec:
 
     @classmethod
     def decisive(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
-        """What sweeps of the shipped families found to matter: which op, where, which blueprint. Every other head was within
-        noise of its default (`experiments/results/sweep-*.json`, "heads")."""
+        """What sweeps of the shipped families found to matter: which op, where, which blueprint. No other head gained more
+        than 0.2 points over its default (`experiments/results/sweep-*.json`, "heads")."""
         compact = cls.compact(slots, blueprints)
         return cls(slots, compact.blueprints, (Head.OP, Head.SLOT, Head.BLUEPRINT), compact.ops, auto_advance=True)
 

@@ -3,7 +3,7 @@
 Legend: N rows, S slots, K entries of a script.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -101,7 +101,3 @@ class Scripted:
         self.at += acts
         waiting = torch.tensor([view.spec.defaults[head] for head in Head])
         return to_spec(view.spec, torch.where(acts[:, None], full, waiting))
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {"wait": Wait, "random": Random}
-"""Policies by name; scripted ones are made from their scripts."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from esper.kasmina import Population
 from esper.leyline import Contribution, SeedStage
 
-METRICS = ("loss", "accuracy", "probability")
-
 
 @dataclass
 class Scores:
