@@ -12,6 +12,7 @@ from esper.kasmina import Host, Population
 from esper.leyline import Contribution, EsperError, SeedStage, View
 from esper.picture import Frame, growth_svg
 from esper.tamiyo import Random
+from esper.tolaria.env import seeds_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def random_actions(population: Population, generator: torch.Generator) -> Tensor
     nothing = torch.zeros(life.rows, dtype=torch.int64)
     keys = torch.randint(2**62, (life.rows,), generator=generator)
     return Random()(View(population.spec, keys, nothing, nothing, nothing, nothing, nothing > 0, life.verdicts(),
-                         life.free_targets(), life.style))
+                         life.free_targets(), seeds_of(life)))
 
 
 def waves(batch: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

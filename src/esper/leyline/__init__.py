@@ -13,13 +13,15 @@ from esper.leyline.actions import (
     relevance_table,
 )
 from esper.leyline.errors import EsperError, InvalidStateMachineError, StateFormatError
-from esper.leyline.records import Contribution, Cost, Rollback, SlotConfig, SlotShape, Transition, View
+from esper.leyline.records import Contribution, Cost, Rollback, SlotConfig, SlotShape, Transition
 from esper.leyline.stages import TRANSITIONS, GateConfig, SeedStage, check_transitions
+from esper.leyline.views import SCORES, Facts, Field, Observation, ObservationSpec, Seeds, View
 
 __all__ = [
     "ALPHA_SPEEDS",
     "ALPHA_TARGETS",
     "RELEVANCE",
+    "SCORES",
     "TEMPOS",
     "TRANSITIONS",
     "ActionSpec",
@@ -27,12 +29,17 @@ __all__ = [
     "Contribution",
     "Cost",
     "EsperError",
+    "Facts",
+    "Field",
     "GateConfig",
     "Head",
     "InvalidStateMachineError",
     "LifecycleOp",
+    "Observation",
+    "ObservationSpec",
     "Rollback",
     "SeedStage",
+    "Seeds",
     "SlotConfig",
     "SlotShape",
     "StateFormatError",

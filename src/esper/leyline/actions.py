@@ -164,6 +164,13 @@ class ActionSpec:
         }
 
     @property
+    def pairs(self) -> tuple[tuple[LifecycleOp, Head], ...]:
+        """(op, head) for every value that an op of this spec lets a controller choose behind the slot, in drawing order."""
+        last = (Head.OP, Head.SLOT)
+        order = sorted(self.heads, key=lambda head: (head is not Head.ALPHA_SPEED, head))
+        return tuple((op, head) for op in self.ops for head in order if head not in last and RELEVANCE[op, head])
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Number of choices of each head, in the order of `heads`."""
         return tuple(len(self.ops) if head is Head.OP else self.head_sizes[head] for head in self.heads)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from esper.leyline.actions import ActionSpec
 from esper.leyline.errors import EsperError
 from esper.leyline.stages import SeedStage
 
@@ -49,11 +48,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Contribution:
-    """Leave-one-out effect of each seed, paired on the same data. Unknown is a mask bit, never a number."""
+    """Effect of each seed or candidate, paired on the same data. Unknown is a mask bit, never a number."""
 
-    value: "Tensor"  # [N, S]
-    standard_error: "Tensor"  # [N, S]
-    known: "Tensor"  # [N, S] bool
+    value: "Tensor"  # [N, S], or [N, S, K] of candidates
+    standard_error: "Tensor"
+    known: "Tensor"  # bool
 
 
 @dataclass(frozen=True)
@@ -80,19 +79,3 @@ class Rollback:
     """The last one executed in the row, which takes the blame."""
     ended: bool
     """Was it the second within a few epochs, which ends the episode?"""
-
-
-@dataclass(frozen=True)
-class View:
-    """What any policy may know of N rows besides observations: what is legal, and which episode's clock it reads."""
-
-    spec: ActionSpec
-    key: "Tensor"  # [N] for draws that depend on scenario and clock alone; says nothing about the scenario
-    price: "Tensor"  # [N]
-    flop_price: "Tensor"  # [N]
-    horizon: "Tensor"  # [N]
-    clock: "Tensor"  # [N] epochs that are over
-    done: "Tensor"  # [N] bool
-    verdicts: "Tensor"  # [N, S, ops] bool
-    free_targets: "Tensor"  # [N, S, targets] bool
-    style: "Tensor"  # [N, S]

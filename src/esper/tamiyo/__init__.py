@@ -1,5 +1,33 @@
-"""Tamiyo: the mind. Every policy that decides how hosts grow."""
+"""Tamiyo: the mind. Observations, masks, distributions, the network, and every policy that decides how hosts grow."""
 
-from esper.tamiyo.policies import Policy, Random, Scripted, Wait, entry
+from esper.tamiyo.controller import Controller
+from esper.tamiyo.distributions import ActionDistribution, ActionLogits, MaskedCategorical, Scored
+from esper.tamiyo.heuristic import Heuristic, HeuristicConfig
+from esper.tamiyo.masks import ActionMasks, action_masks
+from esper.tamiyo.network import FactoredRecurrentActorCritic, NetworkConfig
+from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
+from esper.tamiyo.policies import POLICIES, Learned, PolicyBundle, Random, Scripted, Wait, entry
 
-__all__ = ["Policy", "Random", "Scripted", "Wait", "entry"]
+__all__ = [
+    "OBSERVATION",
+    "POLICIES",
+    "ActionDistribution",
+    "ActionLogits",
+    "ActionMasks",
+    "Controller",
+    "FactoredRecurrentActorCritic",
+    "Heuristic",
+    "HeuristicConfig",
+    "Learned",
+    "MaskedCategorical",
+    "NetworkConfig",
+    "Normaliser",
+    "PolicyBundle",
+    "Random",
+    "Scored",
+    "Scripted",
+    "Wait",
+    "action_masks",
+    "entry",
+    "observe",
+]

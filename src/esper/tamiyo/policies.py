@@ -1,103 +1,70 @@
-"""Policies that need no learning. All of them see a `View` and answer with one legal action per row.
+"""Every policy behind one door: a view of all rows in, one legal action per row out.
 
-Legend: N rows, S slots, K entries of a script.
+Legend: N rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, View
+from esper.leyline import ActionSpec, View
 from esper.leyline.keys import mix, uniform
+from esper.leyline.storage import read_state
+from esper.tamiyo.controller import Controller, Glimpse
+from esper.tamiyo.distributions import ActionDistribution, ActionLogits
+from esper.tamiyo.heuristic import Heuristic
+from esper.tamiyo.masks import action_masks
+from esper.tamiyo.scripts import Scripted, Wait, entry
+
+__all__ = ["POLICIES", "Heuristic", "Learned", "PolicyBundle", "Random", "Scripted", "Wait", "entry"]
 
 
-class Policy(Protocol):
-    """From a view of all rows to actions [N, len(spec.heads)]."""
+class PolicyBundle(Protocol):
+    """From a view of all rows to actions [N, len(spec.heads)]. What it remembers of a row it forgets at clock 0."""
 
     def __call__(self, view: View) -> Tensor: ...
 
 
-def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
-    """Full actions [N, heads] as the heads and op numbers of a spec."""
-    number = torch.full((len(LifecycleOp),), -1)
-    number[torch.tensor(spec.ops)] = torch.arange(len(spec.ops))
-    full = full.clone()
-    full[:, Head.OP] = number[full[:, Head.OP]]
-    if bool((full[:, Head.OP] < 0).any()):
-        raise EsperError("a policy chose an op that this action spec does not have")
-    return full[:, list(spec.heads)]
-
-
-class Wait:
-    """Never acts: the no-growth control."""
-
-    def __call__(self, view: View) -> Tensor:
-        return to_spec(view.spec, torch.tensor([[view.spec.defaults[head] for head in Head]]).repeat(len(view.clock), 1))
-
-
 class Random:
-    """Uniform over allowed ops, then slots, then values; never a noop seed. Draws depend on scenario and clock alone."""
+    """Uniform over possible ops, then slots, then values. Draws depend on scenario and clock alone."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def __call__(self, view: View) -> Tensor:
-        spec, rows = view.spec, len(view.clock)
-        every = torch.arange(rows)
-        u = uniform(mix(view.key, 7, self.seed, view.clock), 2 + 2 * len(Head))
-        known = torch.zeros(len(LifecycleOp), dtype=torch.bool)
-        known[torch.tensor(spec.ops)] = True
-        allowed = view.verdicts & known
-        allowed[view.done] = False
-        allowed[:, :, LifecycleOp.WAIT] = True
-        op = _draw(allowed.any(1), u[:, 0])
-        slot = _draw(allowed[every, :, op], u[:, 1])
-        full = torch.stack([_draw(torch.ones(rows, spec.head_sizes[head], dtype=torch.bool), u[:, 2 + head]) for head in Head], 1)
-        full[:, Head.OP], full[:, Head.SLOT] = op, slot
-        real = torch.tensor([name != "noop" for name in spec.blueprints]).repeat(rows, 1)
-        full[:, Head.BLUEPRINT] = _draw(real, u[:, -1])
-        retarget = op == LifecycleOp.SET_ALPHA_TARGET
-        full[:, Head.STYLE] = torch.where(retarget, view.style[every, slot], full[:, Head.STYLE])
-        target = _draw(view.free_targets[every, slot], u[:, -2])
-        full[:, Head.ALPHA_TARGET] = torch.where(retarget, target, full[:, Head.ALPHA_TARGET])
-        return to_spec(spec, full)
+        masks, u = action_masks(view), uniform(mix(view.key, 7, self.seed, view.clock), len(view.spec.heads))
+        return ActionDistribution(view.spec, ActionLogits.flat(view.spec, masks), masks).sample(u)
 
 
-def _draw(mask: Tensor, u: Tensor) -> Tensor:
-    """[N]: one of the True columns of each row of mask [N, C], by a uniform number [N]."""
-    count = mask.sum(1)
-    wanted = (u * count).long().clamp(max=count - 1) + 1
-    return (mask.cumsum(1) >= wanted[:, None]).int().argmax(1)
+class Learned:
+    """A trained controller. It draws from its distribution, or takes the likeliest action if greedy."""
 
+    def __init__(self, controller: Controller, greedy: bool = False, seed: int = 0) -> None:
+        self.controller, self.greedy, self.seed = controller, greedy, seed
+        self.hidden: Tensor | None = None
 
-def entry(spec: ActionSpec, epoch: int, op: LifecycleOp, **values: object) -> tuple[int, ...]:
-    """One line of a script: act in this epoch (0 is the first), or in the first one after it that allows it."""
-    full = ActionSpec.full(spec.slots, spec.blueprints).action(op, **values)
-    return epoch, *full
-
-
-class Scripted:
-    """Timed actions, one script per row: each entry is played in its epoch, or as soon after it as the gates allow."""
-
-    def __init__(self, scripts: Sequence[Sequence[tuple[int, ...]]]) -> None:
-        """`scripts`: for each row its entries (see `entry`) in order."""
-        longest = max((len(script) for script in scripts), default=0)
-        never = (2**31, *[0] * len(Head))
-        padded = [[*script, *[never] * (longest + 1 - len(script))] for script in scripts]
-        self.entries = torch.tensor(padded)  # [N, K + 1, 1 + heads]
-        self.at = torch.zeros(len(scripts), dtype=torch.int64)
+    @classmethod
+    def load(cls, path: str | Path, spec: ActionSpec, device: torch.device | str = "cpu", greedy: bool = False,
+             seed: int = 0) -> "Learned":
+        """From a file that an agent saved, for hosts with this action spec."""
+        return cls(Controller.decode(*read_state(path, "agent"), device).bound_to(spec), greedy, seed)
 
     def __call__(self, view: View) -> Tensor:
-        if len(view.clock) != len(self.at):
-            raise EsperError(f"{len(self.at)} scripts for {len(view.clock)} rows; give one to each")
-        every = torch.arange(len(self.at))
-        self.at[view.clock == 0] = 0
-        line = self.entries[every, self.at]
-        when, full = line[:, 0], line[:, 1:]
-        allowed = view.verdicts[every, full[:, Head.SLOT], full[:, Head.OP]]
-        acts = (view.clock >= when) & allowed & ~view.done
-        self.at += acts
-        waiting = torch.tensor([view.spec.defaults[head] for head in Head])
-        return to_spec(view.spec, torch.where(acts[:, None], full, waiting))
+        if self.hidden is None or len(self.hidden) != len(view.clock):
+            self.hidden = self.controller.network.get_initial_hidden(len(view.clock))
+        _, acted = self.controller.act(Glimpse.of(view, self.seed, self.controller.device), self.hidden, greedy=self.greedy)
+        self.hidden = acted.hidden
+        return acted.actions.cpu()
+
+
+POLICIES: dict[str, Callable[..., PolicyBundle]] = {
+    "wait": Wait,
+    "random": Random,
+    "scripted": Scripted,
+    "heuristic": Heuristic,
+    "learned": Learned.load,
+}
+"""Every kind of policy by name; each is called with what it needs."""

@@ -4,7 +4,7 @@ from esper.tolaria.env import Measurement, MorphogeneticEnv
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.families import FAMILIES, find_family
 from esper.tolaria.governor import Governor, GovernorConfig
-from esper.tolaria.previews import Previews, preview_candidates
+from esper.tolaria.previews import PreviewConfig, preview_candidates
 from esper.tolaria.rounds import Trace, Twins, play, replay
 from esper.tolaria.scenarios import Family, Kind, Scenario, Scenarios
 from esper.tolaria.tasks import TASKS, ProofKey, Task, TaskData, add_data, load_task, open_test, present
@@ -19,7 +19,7 @@ __all__ = [
     "Kind",
     "Measurement",
     "MorphogeneticEnv",
-    "Previews",
+    "PreviewConfig",
     "ProofKey",
     "Scenario",
     "Scenarios",

@@ -13,13 +13,28 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import Population, blueprints_for
-from esper.kasmina.lifecycle import expand_actions
-from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, Rollback, StateFormatError, View
+from esper.kasmina.lifecycle import Lifecycle, expand_actions
+from esper.leyline import (
+    SCORES,
+    ActionSpec,
+    Contribution,
+    EsperError,
+    Facts,
+    GateConfig,
+    Head,
+    LifecycleOp,
+    Rollback,
+    SeedStage,
+    Seeds,
+    StateFormatError,
+    View,
+)
 from esper.leyline.keys import mix
 from esper.leyline.storage import plain, read_state, rebuilt, write_state
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.feed import Feed
 from esper.tolaria.governor import RULES, Governor, GovernorConfig
+from esper.tolaria.previews import PreviewConfig, preview_candidates
 from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData, load_task
 
@@ -62,8 +77,8 @@ class MorphogeneticEnv:
     def __init__(self, family: Family, rows: int, *, spec: ActionSpec | None = None, gates: GateConfig | None = None,
                  governor: GovernorConfig | None = None, incubation: str = "shadow", device: torch.device | str = "cpu",
                  dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None, compile: bool = False,
-                 data: TaskData | None = None) -> None:
-        """`spec` is `ActionSpec.decisive` by default."""
+                 data: TaskData | None = None, previews: PreviewConfig | None = None) -> None:
+        """`spec` is `ActionSpec.decisive` by default. Without `previews` candidates are never previewed."""
         self.family, self.rows = family, rows
         spec = spec or ActionSpec.decisive(len(family.host.slots), blueprints_for(family.host.kind))
         self.population = Population(family.host, rows, spec=spec, gates=gates, optim=family.optim, incubation=incubation,
@@ -76,6 +91,13 @@ class MorphogeneticEnv:
         self.governor = Governor(self.population, governor or GovernorConfig())
         self.rollbacks: list[Rollback] = []
         self.measured: Measurement | None = None
+        self.scores, self.before = (torch.full((rows, len(SCORES)), torch.nan) for _ in range(2))
+        self.previews = previews
+        shape = (rows, spec.slots, len(spec.blueprints))
+        self.candidates = Contribution(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
+        prototypes = self.population.prototypes
+        self._descriptors = torch.tensor([[p.descriptor for p in slot] for slot in prototypes])
+        self._prices = torch.tensor([[(p.cost.params, p.cost.flops) for p in slot] for slot in prototypes])
 
     @property
     def spec(self) -> ActionSpec:
@@ -91,15 +113,29 @@ class MorphogeneticEnv:
         self.feed.reset(rows, scenarios)
         self.clock[rows], self.done[rows], self.spent[rows] = 0, False, 0
         self.governor.reset(rows)
+        self.scores[rows], self.before[rows], self.candidates.known[rows] = torch.nan, torch.nan, False
         if self.measured is not None:
             self.measured = _replaced(self.measured, rows, None)
 
     def view(self) -> View:
         """What policies read."""
         life = self.population.life
-        facts = self.scenarios
-        return View(self.spec, mix(facts.key, 7), facts.price.clone(), facts.flop_price.clone(), facts.horizon.clone(),
-                    self.clock.clone(), self.done.clone(), life.verdicts(), life.free_targets(), life.style.clone())
+        drawn = self.scenarios
+        return View(self.spec, mix(drawn.key, 7), drawn.price.clone(), drawn.flop_price.clone(), drawn.horizon.clone(),
+                    self.clock.clone(), self.done.clone(), life.verdicts(), life.free_targets(), seeds_of(life), self._facts())
+
+    def _facts(self) -> Facts:
+        life, unknown = self.population.life, torch.zeros(self.rows, self.spec.slots)
+        nothing = Contribution(unknown, unknown, unknown > 0)
+        evidence = None if self.measured is None else self.measured.evidence
+        contribution, preview = (nothing, nothing) if evidence is None else (evidence.contribution, evidence.preview)
+        candidates = None
+        if self.previews is not None:
+            empty = life.at(SeedStage.DORMANT)[:, :, None]
+            known = self.candidates.known & empty
+            candidates = Contribution(self.candidates.value * known, self.candidates.standard_error * known, known)
+        return Facts(self.family.host.cost, self.scores.clone(), self.before.clone(), self.spent.float(),
+                     torch.stack(self.population.costs(), 2), contribution, preview, self._descriptors, self._prices, candidates)
 
     def step(self, actions: Tensor) -> Measurement:
         """Act, train one epoch, measure, and let the governor settle. Measurements are of after the action."""
@@ -119,8 +155,18 @@ class MorphogeneticEnv:
         self.population.end_epoch(evidence.contribution)
         self.clock += ~self.done
         self._settle(train_loss, evidence, full)
+        self._preview()
         assert self.measured is not None
         return self.measured
+
+    def _preview(self) -> None:
+        if self.previews is None:
+            return
+        due = ~self.done & (self.clock % self.previews.every == 0)
+        fresh = preview_candidates(self, self.previews.steps, due.nonzero().flatten())
+        for name, tensor in vars(fresh).items():
+            old = getattr(self.candidates, name)
+            old[due] = tensor[due]
 
     def validation(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The validation slice, or its samples first..last, in chunks that fit."""
@@ -159,12 +205,16 @@ class MorphogeneticEnv:
         now = Measurement(self.clock.clone(), train_loss, evidence, params, self.spent.float(), verdict > 0, self.done.clone())
         back = ((verdict > 0) | over).nonzero().flatten()
         self.measured = _replaced(now, back, self.measured) if len(back) else now
+        running = ~over[:, None]
+        on = self.measured.evidence.all_on
+        latest = torch.stack([on.loss, on.accuracy, on.probability, self.measured.train_loss], 1)
+        self.before, self.scores = torch.where(running, self.scores, self.before), torch.where(running, latest, self.scores)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a continued run needs."""
-        own = {"clock": self.clock, "done": self.done, "spent": self.spent}
+        own = {"clock": self.clock, "done": self.done, "spent": self.spent, "scores": self.scores, "before": self.before}
         parts = {"population": self.population.tensors(), "governor": self.governor.tensors(),
-                 "scenarios": self.scenarios.columns()}
+                 "scenarios": self.scenarios.columns(), "candidates": vars(self.candidates)}
         if self.measured is not None:
             parts["measured"] = self.measured.tensors()
         return own | {f"{room}.{name}": t for room, tensors in parts.items() for name, t in tensors.items()}
@@ -174,7 +224,7 @@ class MorphogeneticEnv:
         population = self.population
         return {"rows": self.rows, "family": repr(self.family), "spec": repr(self.spec), "gates": repr(population.life.gates),
                 "governor": repr(self.governor.config), "incubation": population.incubation, "dtype": str(population.dtype),
-                "compute_dtype": str(population.compute_dtype)}
+                "compute_dtype": str(population.compute_dtype), "previews": repr(self.previews)}
 
     def save(self, path: str | Path) -> None:
         """One safetensors file with a JSON header; it appears whole or not at all."""
@@ -196,7 +246,9 @@ class MorphogeneticEnv:
             room, _, rest = name.partition(".")
             groups.setdefault(room if rest else "", {})[rest or name] = tensor
         every = torch.arange(self.rows)
-        self.clock, self.done, self.spent = (groups[""][name] for name in ("clock", "done", "spent"))
+        for name in ("clock", "done", "spent", "scores", "before"):
+            setattr(self, name, groups[""][name])
+        self.candidates = Contribution(**groups["candidates"])
         self.scenarios.put(every, Scenarios(**groups["scenarios"], kinds=self.family.kinds))
         self.feed.reset(every, self.scenarios)
         self.population.restore(every, groups["population"])
@@ -205,6 +257,11 @@ class MorphogeneticEnv:
             tensor.copy_(groups["governor"][name])
         self.rollbacks = [rebuilt(Rollback, record) for record in header["rollbacks"]]
         self.measured = _measurement(groups["measured"]) if "measured" in groups else None
+
+
+def seeds_of(life: Lifecycle) -> Seeds:
+    """A copy of what policies may know of every slot."""
+    return Seeds(**{name: getattr(life, name).clone() for name in Seeds.__dataclass_fields__})
 
 
 def _replaced(now: Measurement, rows: Tensor, before: Measurement | None) -> Measurement:

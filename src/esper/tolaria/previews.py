@@ -4,27 +4,36 @@ Legend: N rows, S slots, K blueprints, R candidates.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from esper.kasmina import Population
-from esper.leyline import ActionSpec, Head, LifecycleOp, SeedStage
-from esper.tolaria.env import MorphogeneticEnv
+from esper.leyline import ActionSpec, Contribution, EsperError, Head, LifecycleOp, SeedStage
 from esper.tolaria.evaluation import measure
 
-
-@dataclass
-class Previews:
-    """Loss drop of every candidate on the validation slice, [N, S, K] each; unknown where a slot is taken."""
-
-    value: Tensor
-    standard_error: Tensor
-    known: Tensor
+if TYPE_CHECKING:
+    from esper.tolaria.env import MorphogeneticEnv
 
 
-def preview_candidates(env: MorphogeneticEnv, steps: int = 30, rows: Tensor | None = None, most: int = 2048) -> Previews:
-    """Train every blueprint in every empty slot of these rows (None is all) behind a copy of its stopped host.
+@dataclass(frozen=True)
+class PreviewConfig:
+    """When an environment previews candidates by itself, for its policies to see."""
+
+    every: int = 3
+    """Epochs from one preview to the next."""
+    steps: int = 30
+    """Shadow steps of each candidate."""
+
+    def __post_init__(self) -> None:
+        if min(self.every, self.steps) < 1:
+            raise EsperError(f"previews need every and steps of at least 1; got {self.every} and {self.steps}")
+
+
+def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | None = None, most: int = 2048) -> Contribution:
+    """Loss drops [N, S, K] on the validation slice, unknown where a slot is taken: every blueprint in every empty slot of
+    these rows (None is all) is trained behind a copy of its stopped host.
 
     Nothing of the environment changes but what the rows have spent: a preview is paid for in FLOPs like any training.
     At most `most` candidates run at once.
@@ -36,7 +45,7 @@ def preview_candidates(env: MorphogeneticEnv, steps: int = 30, rows: Tensor | No
     empty = population.life.at(SeedStage.DORMANT) & (chosen & ~env.done)[:, None]
     real = torch.tensor([prototype.layout.size > 0 for prototype in population.prototypes[0]])
     known = empty[:, :, None] & real
-    previews = Previews(torch.zeros(shape), torch.zeros(shape), known.clone())
+    previews = Contribution(torch.zeros(shape), torch.zeros(shape), known.clone())
     for part in known.nonzero().split(most) if bool(known.any()) else ():
         value, error = _train(env, part, steps)
         sound = value.isfinite() & error.isfinite()
@@ -47,7 +56,7 @@ def preview_candidates(env: MorphogeneticEnv, steps: int = 30, rows: Tensor | No
     return previews
 
 
-def _train(env: MorphogeneticEnv, candidates: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """(loss drop, its error) of candidates [R, 3]: row, slot, blueprint."""
     population, (row, slot, blueprint) = env.population, candidates.t()
     everything = ActionSpec.full(env.spec.slots, env.spec.blueprints)
@@ -76,7 +85,7 @@ def _train(env: MorphogeneticEnv, candidates: Tensor, steps: int) -> tuple[Tenso
     return -gains[0], errors[0]
 
 
-def _charge(env: MorphogeneticEnv, known: Tensor, steps: int) -> None:
+def _charge(env: "MorphogeneticEnv", known: Tensor, steps: int) -> None:
     """As `MorphogeneticEnv` charges incubating seeds, for the share of an epoch that a preview takes."""
     host = env.family.host.cost.flops
     flops = torch.tensor([[p.cost.flops for p in slot] for slot in env.population.prototypes])

@@ -18,6 +18,7 @@ from esper.leyline import ActionSpec, GateConfig, LifecycleOp, StateFormatError,
 from esper.leyline.storage import plain, read_state, rebuilt, write_state
 from esper.tolaria.env import Measurement, MorphogeneticEnv
 from esper.tolaria.governor import GovernorConfig
+from esper.tolaria.previews import PreviewConfig
 from esper.tolaria.scenarios import Family, Kind, Scenarios
 from esper.tolaria.tasks import TaskData
 
@@ -92,14 +93,16 @@ def _header(env: MorphogeneticEnv) -> dict[str, Any]:
             "python": platform.python_version(), "threads": torch.get_num_threads(), "incubation": population.incubation,
             "deterministic": torch.are_deterministic_algorithms_enabled(), "compile": population.compile,
             "dtype": str(population.dtype), "compute_dtype": str(population.compute_dtype),
-            "gates": plain(population.life.gates), "governor": plain(env.governor.config), "spec": plain(env.spec)}
+            "gates": plain(population.life.gates), "governor": plain(env.governor.config), "spec": plain(env.spec),
+            "previews": None if env.previews is None else plain(env.previews)}
 
 
 def _environment(header: dict[str, Any], rows: int, device: str, data: TaskData | None) -> MorphogeneticEnv:
     return MorphogeneticEnv(
         _family(header["family"]), rows, spec=rebuilt(ActionSpec, header["spec"]), gates=rebuilt(GateConfig, header["gates"]),
         governor=rebuilt(GovernorConfig, header["governor"]), incubation=header["incubation"], device=device, data=data,
-        dtype=DTYPES[header["dtype"]], compute_dtype=DTYPES[header["compute_dtype"]], compile=header["compile"])
+        dtype=DTYPES[header["dtype"]], compute_dtype=DTYPES[header["compute_dtype"]], compile=header["compile"],
+        previews=None if header["previews"] is None else rebuilt(PreviewConfig, header["previews"]))
 
 
 def _family(fields: dict[str, Any]) -> Family:

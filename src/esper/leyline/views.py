@@ -1,0 +1,111 @@
+"""What policies may know: the view of an environment, and the observation that a controller makes of it.
+
+Legend: N rows, S slots, K blueprints, D numbers of a descriptor. A view never holds the twin, the hidden part of a
+scenario or the test split: a model in the field has none of them.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from esper.leyline.actions import ActionSpec
+from esper.leyline.errors import EsperError
+from esper.leyline.records import Contribution, Cost
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCORES = ("loss", "accuracy", "probability", "train_loss")
+"""The columns of `Facts.scores`: on the validation slice, and the mean loss of the epoch's training."""
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """The lifecycle of every slot, [N, S] each; the values of an empty slot mean nothing."""
+
+    stage: "Tensor"
+    dwell: "Tensor"
+    blueprint: "Tensor"
+    style: "Tensor"
+    tempo: "Tensor"
+    target: "Tensor"
+    alpha: "Tensor"
+    ramp_from: "Tensor"
+    ramp_length: "Tensor"
+    ramp_at: "Tensor"
+    curve: "Tensor"
+    fading: "Tensor"
+    germinations: "Tensor"
+    healthy: "Tensor"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was measured. Scores that were not are NaN; evidence has its own bits."""
+
+    host: Cost
+    scores: "Tensor"  # [N, SCORES] after the last epoch
+    before: "Tensor"  # [N, SCORES] after the one before it
+    spent: "Tensor"  # [N] extra training FLOPs, as a share of the bare host's training
+    costs: "Tensor"  # [N, S, 2] parameters and FLOPs of each seed
+    contribution: Contribution  # [N, S]
+    preview: Contribution  # [N, S] of incubating seeds, switched on
+    descriptors: "Tensor"  # [S, K, D] of every blueprint at every slot's shape
+    prices: "Tensor"  # [S, K, 2] parameters and FLOPs of every blueprint there
+    candidates: Contribution | None = None  # [N, S, K] loss drops of blueprints not planted yet; None: never asked for
+
+
+@dataclass(frozen=True)
+class View:
+    """What any policy may know of N rows: what is legal, which clock runs, and what was measured."""
+
+    spec: ActionSpec
+    key: "Tensor"  # [N] for draws that depend on scenario and clock alone; says nothing about the scenario
+    price: "Tensor"  # [N]
+    flop_price: "Tensor"  # [N]
+    horizon: "Tensor"  # [N]
+    clock: "Tensor"  # [N] epochs that are over
+    done: "Tensor"  # [N] bool
+    verdicts: "Tensor"  # [N, S, ops] bool
+    free_targets: "Tensor"  # [N, S, targets] bool
+    seeds: Seeds
+    facts: Facts | None = None  # None: nothing measures here, so nothing can be observed
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named part of an observation."""
+
+    name: str
+    width: int = 1
+    scaled: bool = False
+    """A continuous number: brought to mean 0 and spread 1 by running statistics. Anything else passes as it is."""
+    known_by: str = ""
+    """The flag that says whether it was measured; without it the field is zero."""
+
+
+@dataclass(frozen=True)
+class ObservationSpec:
+    """The fields of an observation: of the whole row, of each slot, and of each blueprint in each slot."""
+
+    row: tuple[Field, ...]
+    slot: tuple[Field, ...]
+    candidate: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        for part in (self.row, self.slot, self.candidate):
+            names = [field.name for field in part]
+            if len(set(names)) != len(names) or any(f.known_by and f.known_by not in names for f in part):
+                raise EsperError(f"an ObservationSpec needs distinct names and flags that exist; got {', '.join(names)}")
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        row, slot, candidate = (sum(field.width for field in part) for part in (self.row, self.slot, self.candidate))
+        return row, slot, candidate
+
+
+class Observation(NamedTuple):
+    """What a controller sees of N rows (or of T x N): floats whose last dimension follows an ObservationSpec."""
+
+    row: "Tensor"  # [..., G]
+    slot: "Tensor"  # [..., S, F]
+    candidate: "Tensor"  # [..., S, K, C]

@@ -1,0 +1,227 @@
+"""The rollout: everything that learning needs of T steps of N rows, in tensors made once.
+
+Legend: T steps, N rows, C chunks, L steps of a chunk, H hidden.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline import ActionSpec, EsperError, Observation, ObservationSpec
+from esper.tamiyo import ActionMasks, FactoredRecurrentActorCritic
+from esper.tamiyo.masks import mask_sizes
+from esper.tamiyo.network import Acted
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """The shape of a rollout. Learning sees it in sequences of `chunk` steps, each from the memory it began with."""
+
+    steps: int
+    rows: int
+    spec: ActionSpec
+    observation: ObservationSpec
+    hidden: int
+    chunk: int = 0
+    """0 is all steps at once."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.rows < 1 or self.chunk < 0 or (self.chunk and self.steps % self.chunk):
+            raise EsperError(f"a rollout of {self.steps} steps x {self.rows} rows cannot be cut into chunks of {self.chunk}")
+
+    @classmethod
+    def of(cls, network: FactoredRecurrentActorCritic, steps: int, rows: int, chunk: int = 0) -> "RolloutSpec":
+        return cls(steps, rows, network.spec, network.observation, network.config.hidden, chunk)
+
+    @property
+    def length(self) -> int:
+        return self.chunk or self.steps
+
+    def tails(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (shape behind [T, N], dtype) of all that a step brings."""
+        (row, slot, candidate), heads = self.observation.widths, len(self.spec.heads)
+        slots, kinds = self.spec.slots, len(self.spec.blueprints)
+        single = {"log_prob": torch.float32, "value": torch.float32, "reward": torch.float32, "bootstrap": torch.float32,
+                  "done": torch.bool, "truncated": torch.bool, "reset": torch.bool, "valid": torch.bool}
+        return {
+            "seen.row": ((row,), torch.float32), "seen.slot": ((slots, slot), torch.float32),
+            "seen.candidate": ((slots, kinds, candidate), torch.float32), "actions": ((heads,), torch.int64),
+            "head_log_probs": ((heads,), torch.float32), "relevant": ((heads,), torch.bool),
+            **{name: ((), dtype) for name, dtype in single.items()},
+            **{f"mask.{name}": (size, torch.bool) for name, size in mask_sizes(self.spec).items()},
+        }
+
+
+class Step(NamedTuple):
+    """One step of all rows. `hidden` and `reset` are of before it, the rest of what came of it."""
+
+    seen: Observation
+    masks: ActionMasks
+    acted: Acted
+    reward: Tensor  # [N]
+    done: Tensor  # [N] the episode ended here, for good
+    truncated: Tensor  # [N] it was cut here and would have gone on
+    bootstrap: Tensor  # [N] value of what came next where it was cut
+    reset: Tensor  # [N] the memory was emptied in front of this step
+    hidden: Tensor  # [N, 2, H]
+    valid: Tensor  # [N] False: the row was over already and waited
+
+
+class Sequences(NamedTuple):
+    """A batch of sequences, [L, B, ...]."""
+
+    seen: Observation
+    masks: ActionMasks
+    actions: Tensor
+    log_prob: Tensor
+    head_log_probs: Tensor
+    relevant: Tensor
+    value: Tensor
+    advantage: Tensor
+    target: Tensor
+    valid: Tensor
+    reset: Tensor | None  # None: no memory is emptied behind the first step
+    hidden: Tensor  # [B, 2, H] in front of the first step
+
+    @property
+    def chosen(self) -> Tensor:
+        """bool [L, B]: a step that counts and had a choice."""
+        return self.valid & self.relevant.any(-1)
+
+
+class TamiyoRolloutBuffer:
+    """`add` all steps, then compute advantages, then draw sequences. What was not added cannot be reached."""
+
+    def __init__(self, spec: RolloutSpec, device: torch.device | str = "cpu") -> None:
+        self.spec, self.device = spec, torch.device(device)
+        lead = (spec.steps, spec.rows)
+        self._tails = spec.tails()
+        self._all = {name: torch.zeros(*lead, *tail, dtype=dtype, device=self.device) for name, (tail, dtype) in self._tails.items()}
+        self._all |= {name: torch.zeros(*lead, device=self.device) for name in ("advantage", "target")}
+        self._hidden = torch.zeros(spec.steps // spec.length, spec.rows, 2, spec.hidden, device=self.device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every step; the memory is used again."""
+        self.filled, self._resets_inside, self._ready = 0, False, False
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The steps added so far, [filled, N, ...], under a name of `RolloutSpec.tails`, "advantage" or "target"."""
+        return self._all[name][: self.filled]
+
+    @torch.no_grad()
+    def add(self, step: Step) -> None:
+        """Append a step of all rows; nothing is written if any part has another shape, dtype or device."""
+        if self.filled == self.spec.steps:
+            raise EsperError(f"this rollout already holds its {self.spec.steps} steps; call reset before adding more")
+        acted = step.acted
+        parts = {f"seen.{name}": part for name, part in step.seen._asdict().items()}
+        parts |= {f"mask.{name}": part for name, part in step.masks.named().items()}
+        parts |= {"actions": acted.actions, "log_prob": acted.log_prob, "head_log_probs": acted.head_log_probs,
+                  "relevant": acted.relevant, "value": acted.value, "reward": step.reward, "done": step.done,
+                  "truncated": step.truncated, "bootstrap": step.bootstrap, "reset": step.reset, "valid": step.valid}
+        for name, (tail, dtype) in self._tails.items():
+            self._check(name, parts[name], (self.spec.rows, *tail), dtype)
+        self._check("hidden", step.hidden, (self.spec.rows, 2, self.spec.hidden), self._hidden.dtype)
+        step.masks.check(self.spec.spec, (self.spec.rows,), self.device)
+        at = self.filled
+        for name, part in parts.items():
+            if part.is_floating_point():  # rows that wait may hold anything, and nothing may come of it
+                part = torch.where(step.valid.view(-1, *[1] * (part.dim() - 1)), part, 0)
+            self._all[name][at] = part
+        if at % self.spec.length == 0:
+            kept = (step.valid & ~step.reset)[:, None, None]
+            self._hidden[at // self.spec.length] = torch.where(kept, step.hidden, 0)
+        self._resets_inside = self._resets_inside or (at % self.spec.length > 0 and bool(step.reset.any()))
+        self.filled, self._ready = at + 1, False
+
+    def _check(self, name: str, part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if part.shape != shape or part.dtype != dtype or part.device.type != self.device.type:
+            raise EsperError(f"step's {name!r} is {part.dtype} {list(part.shape)} on {part.device.type}; this rollout holds "
+                             f"{dtype} {list(shape)} on {self.device.type}")
+        if part.requires_grad:
+            raise EsperError(f"step's {name!r} carries a gradient; collect under torch.no_grad")
+
+    @torch.no_grad()
+    def compute_advantages_and_returns(self, gamma: float, gae_lambda: float, last_value: Tensor) -> None:
+        """Generalised advantages; `last_value` [N] is of what follows the last step, for rows that go on."""
+        if not self.filled:
+            raise EsperError("this rollout is empty; add steps before computing advantages")
+        self._check("last_value", last_value, (self.spec.rows,), torch.float32)
+        valid, value = self["valid"], self["value"]
+        ended = self["done"] | self["truncated"]
+        if bool((valid & ~ended)[:-1].logical_and(~valid[1:]).any()):
+            raise EsperError("a row stopped without done or truncated; its next step is not valid")
+        following = torch.cat([value[1:], last_value[None]])
+        following = torch.where(self["truncated"], self["bootstrap"], torch.where(self["done"], 0.0, following))
+        delta = torch.where(valid, self["reward"] + gamma * following - value, 0.0)
+        weight = gamma * gae_lambda * (~ended & valid)
+        running, advantage = torch.zeros_like(last_value), self["advantage"]
+        for step in reversed(range(self.filled)):
+            running = torch.addcmul(delta[step], weight[step], running)
+            advantage[step] = running
+        torch.add(advantage, value, out=self["target"])
+        self._ready = True
+
+    @torch.no_grad()
+    def normalize_advantages(self) -> tuple[Tensor, Tensor]:
+        """Mean 0 and spread 1 over the steps that had a choice; (mean, spread) before. Other steps keep no advantage."""
+        if not self._ready:
+            raise EsperError("there are no advantages yet; call compute_advantages_and_returns first")
+        chosen = self["valid"] & self["relevant"].any(-1)
+        count = chosen.sum().clamp(min=1)
+        mean = torch.where(chosen, self["advantage"], 0.0).sum() / count
+        centred = torch.where(chosen, self["advantage"] - mean, 0.0)
+        spread = (centred.square().sum() / count).sqrt()
+        self["advantage"].copy_(centred / (spread + 1e-8))
+        return mean, spread
+
+    def get_batched_sequences(self, minibatches: int = 1, generator: torch.Generator | None = None) -> Iterator[Sequences]:
+        """All sequences once, in random batches of equal size. One batch of whole rows is a view: nothing is copied."""
+        if not self._ready:
+            raise EsperError("there are no advantages yet; call compute_advantages_and_returns first")
+        if self.spec.chunk and self.filled % self.spec.chunk:
+            raise EsperError(f"{self.filled} steps cannot be cut into chunks of {self.spec.chunk}; fill whole chunks")
+        chunks = max(1, self.filled // self.spec.length)
+        count = chunks * self.spec.rows
+        if count % minibatches:
+            raise EsperError(f"{count} sequences cannot be cut into {minibatches} equal batches; choose a divisor")
+        if minibatches == 1 and chunks == 1:
+            yield self._sequences(self._all_named(), self._hidden[0])
+            return
+        named = {name: self._chunked(tensor, chunks) for name, tensor in self._all_named().items()}
+        hidden = self._hidden[:chunks].flatten(0, 1)
+        order = torch.arange(count) if minibatches == 1 else torch.randperm(count, generator=generator)
+        for part in order.to(self.device).split(count // minibatches):
+            yield self._sequences({name: t.index_select(1, part) for name, t in named.items()}, hidden.index_select(0, part))
+
+    def _all_named(self) -> dict[str, Tensor]:
+        unused = ("reward", "done", "truncated", "bootstrap")
+        return {name: self[name] for name in self._all if name not in unused}
+
+    def _chunked(self, tensor: Tensor, chunks: int) -> Tensor:
+        """[filled, N, ...] as [L, C * N, ...]."""
+        return tensor.unflatten(0, (chunks, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _sequences(self, named: dict[str, Tensor], hidden: Tensor) -> Sequences:
+        seen = Observation(*(named[f"seen.{name}"] for name in Observation._fields))
+        masks = ActionMasks.from_named(self.spec.spec, {n.partition(".")[2]: t for n, t in named.items() if n.startswith("mask.")})
+        rest = {name: named[name] for name in Sequences._fields if name in named}
+        return Sequences(**(rest | {"seen": seen, "masks": masks, "hidden": hidden,
+                                    "reset": named["reset"] if self._resets_inside else None}))
+
+
+def parts_of(batch: Sequences, pieces: int) -> Iterator[Sequences]:
+    """The batch in so many pieces along its sequences, for gradients that are summed up."""
+    if batch.valid.shape[1] % pieces:
+        raise EsperError(f"{batch.valid.shape[1]} sequences cannot be cut into {pieces} equal pieces; choose a divisor")
+    size = batch.valid.shape[1] // pieces
+    for start in range(0, batch.valid.shape[1], size):
+        cut = slice(start, start + size)
+        plain = {name: t[:, cut] for name, t in batch._asdict().items() if isinstance(t, Tensor) and name != "hidden"}
+        seen = Observation(*(t[:, cut] for t in batch.seen))
+        masks = ActionMasks(batch.masks.op[:, cut], batch.masks.slot[:, cut], {p: t[:, cut] for p, t in batch.masks.values.items()})
+        yield batch._replace(seen=seen, masks=masks, hidden=batch.hidden[cut], **plain)

@@ -1,0 +1,151 @@
+"""What an update reports, and what in it is alarming."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+REDUCERS = {
+    "mean": lambda values: sum(values) / len(values),
+    "max": max,
+    "min": min,
+    "sum": sum,
+    "last": lambda values: values[-1],
+}
+
+
+def metric(reducer: str, help: str) -> Any:
+    """A field with its reducer over the steps of an update."""
+    if reducer not in REDUCERS:
+        raise TypeError(f"no reducer {reducer!r}; choose from {', '.join(REDUCERS)}")
+    return field(metadata={"reducer": reducer, "help": help})
+
+
+@dataclass(frozen=True)
+class PPOUpdateMetrics:
+    """One update. Numbers by head follow the names of the spec's heads."""
+
+    policy_loss: float = metric("mean", "clipped surrogate, per step that had a choice")
+    value_loss: float = metric("mean", "half the squared error of the value, clipped")
+    entropy: float = metric("mean", "of the joint action, in nats")
+    kl: float = metric("mean", "of the joint action from behaviour to now (k3 estimate)")
+    clip_fraction: float = metric("mean", "share of ratios outside the clip range")
+    ratio_max: float = metric("max", "largest joint ratio")
+    ratio_min: float = metric("min", "smallest joint ratio")
+    grad_norm: float = metric("mean", "before clipping")
+    value_error: float = metric("mean", "mean absolute error of the value, in units of its scale")
+    replay_error: float = metric("max", "largest difference of a replayed from a stored log-probability or value, first step")
+    head_entropy: dict[str, float] = metric("mean", "conditional entropy of each head, as a share of its most")
+    head_grad_norm: dict[str, float] = metric("mean", "gradient norm of each head's own weights")
+    head_learnable: dict[str, float] = metric("last", "share of steps at which each head mattered and had a choice")
+    advantage_mean: float = metric("last", "before normalisation")
+    advantage_std: float = metric("last", "before normalisation")
+    explained_variance: float = metric("last", "of returns by values, before the update")
+    steps: int = metric("sum", "optimiser steps taken")
+    skipped: int = metric("sum", "steps left out for a non-finite gradient")
+    stopped_early: bool = metric("last", "the joint KL passed its limit")
+    learning_rate: float = metric("last", "of this update")
+    anomalies: tuple["Anomaly", ...] = metric("last", "open when the update ended")
+
+
+def check_reducers(kind: type) -> None:
+    missing = [f.name for f in fields(kind) if "reducer" not in f.metadata]
+    if missing:
+        raise TypeError(f"{kind.__name__} has no reducer for {', '.join(missing)}; declare them with metric()")
+
+
+check_reducers(PPOUpdateMetrics)
+
+
+def reduced(name: str, values: list[float]) -> float:
+    """The values of one metric over an update as one number; NaN if there are none."""
+    reducer = {f.name: f.metadata["reducer"] for f in fields(PPOUpdateMetrics)}[name]
+    return float(REDUCERS[reducer](values)) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a number is alarming. One object for the agent and its detector."""
+
+    ratio_max: float = 5.0
+    ratio_min: float = 0.1
+    head_entropy: float = 0.05
+    """Least share of its most that a head's conditional entropy should keep."""
+    head_grad_norm: float = 1e-7
+    """A head that could learn and has a smaller gradient is starved."""
+    head_learnable: float = 1e-3
+    """A head that matters in a smaller share of steps is starved."""
+    value_error: float = 5.0
+    """In units of the value's scale."""
+    fire_after: int = 3
+    """Updates in a row before a creeping anomaly is reported."""
+    clear_factor: float = 1.5
+    """It is over when the number is this much better than its threshold."""
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    kind: str
+    """ratio_explosion, ratio_collapse, entropy_collapse, starved, value_error or non_finite."""
+    where: str
+    """The head, or the metric."""
+    value: float
+
+
+@dataclass(frozen=True)
+class _Sign:
+    """One number to watch: alarming when `value` is beyond `threshold`, above it or below it."""
+
+    kind: str
+    where: str
+    value: float
+    threshold: float
+    above: bool
+    at_once: bool = False
+
+    def beyond(self, factor: float = 1.0) -> bool:
+        limit = self.threshold / factor if self.above else self.threshold * factor
+        return self.value > limit if self.above else self.value < limit
+
+
+class AnomalyDetector:
+    """Watches updates. Explosions and non-finite numbers fire at once, what creeps after some updates in a row."""
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self.thresholds = thresholds
+        self.counts: dict[tuple[str, str], int] = {}
+        self.open: dict[tuple[str, str], Anomaly] = {}
+
+    def __call__(self, numbers: dict[str, float], heads: dict[str, dict[str, float]]) -> tuple[Anomaly, ...]:
+        """Every open anomaly after this update, from its single numbers and its numbers by head."""
+        for sign in self._signs(numbers, heads):
+            key = (sign.kind, sign.where)
+            if sign.beyond():
+                self.counts[key] = self.counts.get(key, 0) + 1
+                if sign.at_once or self.counts[key] >= self.thresholds.fire_after:
+                    self.open[key] = Anomaly(sign.kind, sign.where, sign.value)
+            elif key not in self.open or not sign.beyond(self.thresholds.clear_factor):
+                self.counts.pop(key, None)
+                self.open.pop(key, None)
+        return tuple(self.open.values())
+
+    def _signs(self, numbers: dict[str, float], heads: dict[str, dict[str, float]]) -> Iterable[_Sign]:
+        limit = self.thresholds
+        yield _Sign("ratio_explosion", "ratio_max", numbers["ratio_max"], limit.ratio_max, above=True, at_once=True)
+        yield _Sign("ratio_collapse", "ratio_min", numbers["ratio_min"], limit.ratio_min, above=False, at_once=True)
+        yield _Sign("value_error", "value_error", numbers["value_error"], limit.value_error, above=True)
+        for name, value in numbers.items():
+            yield _Sign("non_finite", name, float(not math.isfinite(value)), 0.0, above=True, at_once=True)
+        for name, share in heads["head_learnable"].items():
+            yield _Sign("starved", f"{name} learnable", share, limit.head_learnable, above=False)
+            if share > limit.head_learnable:  # a head nobody asked says nothing about its entropy or gradient
+                yield _Sign("entropy_collapse", name, heads["head_entropy"][name], limit.head_entropy, above=False)
+                yield _Sign("starved", f"{name} gradient", heads["head_grad_norm"][name], limit.head_grad_norm, above=False)
+
+    def state(self) -> dict[str, Any]:
+        return {"counts": [[*key, count] for key, count in self.counts.items()],
+                "open": [[a.kind, a.where, a.value] for a in self.open.values()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.counts = {(kind, where): count for kind, where, count in state["counts"]}
+        self.open = {(kind, where): Anomaly(kind, where, value) for kind, where, value in state["open"]}

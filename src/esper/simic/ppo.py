@@ -1,0 +1,316 @@
+"""PPO for a recurrent controller with factored, masked actions.
+
+Legend: L steps of a sequence, B sequences, H heads of the spec.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.leyline import EsperError, Head
+from esper.leyline.storage import plain, read_state, rebuilt, write_state
+from esper.simic.advantages import compute_per_head_advantages
+from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
+from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
+from esper.tamiyo import ActionDistribution, ActionMasks, Controller, FactoredRecurrentActorCritic
+
+RATIOS = ("joint", "per_head")
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Pairs are values at the start and at the end of the declared run; between them they move in a line."""
+
+    updates: int = 200
+    """Of the declared run."""
+    learning_rate: tuple[float, float] = (1e-3, 1e-4)
+    entropy: tuple[float, float] = (0.01, 0.001)
+    """Weight of the joint entropy, in nats."""
+    explore: tuple[float, float] = (0.02, 0.0)
+    """Share of the uniform distribution in every choice."""
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    epochs: int = 4
+    minibatches: int = 4
+    accumulate: int = 1
+    """Pieces of a minibatch whose gradients are summed up; the step is the same, memory is less."""
+    ratio: str = "joint"
+    """joint: one ratio of whole actions. per_head: one for each head that mattered, clipped by itself."""
+    clip: float = 0.2
+    value_clip: float = 0.5
+    """Range in which the value may move in one update, in units of its scale."""
+    scale_memory: float = 0.9
+    """The value's scale is the spread of returns, averaged over updates with this weight on the past."""
+    value_weight: float = 0.5
+    target_kl: float = 0.03
+    kl_stop: float = 1.5
+    """The update stops when the joint KL passes so many times its target."""
+    max_grad_norm: float = 0.5
+    critic_decay: float = 1e-4
+    """Weight decay of the value head; nothing else decays."""
+    adam_eps: float = 1e-5
+    replay_tolerance: float = 1e-3
+    """Largest difference that a replayed log-probability or value may have from the stored one."""
+
+    def __post_init__(self) -> None:
+        if self.ratio not in RATIOS:
+            raise EsperError(f"no ratio {self.ratio!r}; choose from {', '.join(RATIOS)}")
+        if min(self.updates, self.epochs, self.minibatches, self.accumulate) < 1:
+            raise EsperError("updates, epochs, minibatches and accumulate must be at least 1")
+
+
+class Knobs(NamedTuple):
+    """Numbers that change from update to update, as tensors: a compiled program must not depend on them."""
+
+    explore: Tensor
+    entropy: Tensor
+    clip: Tensor
+    value_clip: Tensor
+
+
+class Losses(NamedTuple):
+    """Sums over a batch, divided by what the whole minibatch holds."""
+
+    loss: Tensor
+    numbers: Tensor  # [len(NUMBERS)]
+    heads: Tensor  # [2, H]: entropy shares and their weights
+
+
+NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error", "ratio_max", "ratio_min", "replay_error")
+_EXTREMES = NUMBERS.index("ratio_max")  # from here on pieces of a minibatch are combined by their extremes
+
+
+class PPOAgent:
+    """Learns a controller from rollouts."""
+
+    def __init__(self, controller: Controller, config: PPOConfig | None = None, thresholds: Thresholds | None = None,
+                 seed: int = 0, compile: bool = False) -> None:
+        self.controller, self.config = controller, config or PPOConfig()
+        self.detector = AnomalyDetector(thresholds or Thresholds())
+        self.updates = 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self.optimizer = self._optimizer()
+        wrap: Callable[[Any], Any] = _compiled if compile else _as_it_is
+        self._encode, self._cell, self._losses = (wrap(f) for f in (self.network.encode, self.network.cell, self._loss))
+
+    @property
+    def network(self) -> FactoredRecurrentActorCritic:
+        return self.controller.network
+
+    @property
+    def device(self) -> torch.device:
+        return self.controller.device
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        critic = [p for name, p in self.network.named_parameters() if name.startswith("value_head.")]
+        rest = [p for name, p in self.network.named_parameters() if not name.startswith("value_head.")]
+        groups = [{"params": rest, "weight_decay": 0.0}, {"params": critic, "weight_decay": self.config.critic_decay}]
+        fused = self.device.type == "cuda"
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate[0], eps=self.config.adam_eps, fused=fused, foreach=not fused)
+
+    def buffer(self, steps: int, rows: int, chunk: int = 0) -> TamiyoRolloutBuffer:
+        """A rollout that fits this agent."""
+        return TamiyoRolloutBuffer(RolloutSpec.of(self.network, steps, rows, chunk), self.device)
+
+    def scheduled(self, pair: tuple[float, float]) -> float:
+        """Where a pair of start and end stands now."""
+        done = min(1.0, self.updates / self.config.updates)
+        return pair[0] + (pair[1] - pair[0]) * done
+
+    @property
+    def explore(self) -> float:
+        """What acting must use for its log-probabilities to be those that learning replays."""
+        return self.scheduled(self.config.explore)
+
+    def update(self, buffer: TamiyoRolloutBuffer, last_value: Tensor) -> PPOUpdateMetrics:
+        """Learn from a full rollout, then forget it. `last_value` [N] is of what follows its last step."""
+        self._check(buffer)
+        buffer.compute_advantages_and_returns(self.config.gamma, self.config.gae_lambda, last_value)
+        spread, summary = self._summarise(buffer)
+        mean, std = buffer.normalize_advantages()
+        self._rescale(spread)
+        lr = self.scheduled(self.config.learning_rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        log, stopped, skipped = self._learn(buffer, self._knobs())
+        self.updates += 1
+        heads = self._names()
+        before = torch.cat([torch.stack([mean, std]), summary]).tolist()
+        by_head = {"head_learnable": dict(zip(heads, before[3:], strict=True)),
+                   "head_entropy": {h: reduced("head_entropy", [e["head_entropy"][h] for e in log]) for h in heads},
+                   "head_grad_norm": {h: reduced("head_grad_norm", [e["head_grad_norm"][h] for e in log]) for h in heads}}
+        numbers = {name: reduced(name, [e[name] for e in log]) for name in (*NUMBERS[:-1], "grad_norm")}
+        numbers["replay_error"] = log[0]["replay_error"] if log else math.nan
+        buffer.reset()
+        return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
+                                explained_variance=before[2], steps=len(log) - skipped - stopped, skipped=skipped,
+                                stopped_early=bool(stopped), learning_rate=lr,
+                                anomalies=self.detector(numbers, by_head))
+
+    def _check(self, buffer: TamiyoRolloutBuffer) -> None:
+        spec = RolloutSpec.of(self.network, buffer.spec.steps, buffer.spec.rows, buffer.spec.chunk)
+        different = [f.name for f in fields(RolloutSpec) if getattr(spec, f.name) != getattr(buffer.spec, f.name)]
+        if different or buffer.device.type != self.device.type:
+            raise EsperError(f"this rollout was not made for this agent: {', '.join(different) or 'device'} differ")
+
+    @torch.no_grad()
+    def _summarise(self, buffer: TamiyoRolloutBuffer) -> tuple[Tensor, Tensor]:
+        """(spread of returns, [explained variance, how often each head could learn]) on the device."""
+        valid = buffer["valid"]
+        count = valid.sum().clamp(min=1)
+
+        def variance(values: Tensor) -> Tensor:
+            mean = torch.where(valid, values, 0.0).sum() / count
+            return torch.where(valid, (values - mean).square(), 0.0).sum() / count
+
+        total = variance(buffer["target"])
+        explained = 1 - variance(buffer["target"] - buffer["value"]) / total.clamp(min=1e-12)
+        learnable = (buffer["relevant"] & valid[..., None]).sum((0, 1)) / count
+        return total.sqrt(), torch.cat([explained[None], learnable])
+
+    @torch.no_grad()
+    def _rescale(self, spread: Tensor) -> None:
+        """Bring the value's scale nearer to the spread of returns; equal returns say nothing about it."""
+        old, past = self.network.value_scale, self.config.scale_memory if self.updates else 0.0
+        told = torch.where(spread > 1e-3 * old, spread, old)
+        self.network.rescale_value((past * old.square() + (1 - past) * told.square()).sqrt())
+
+    def _knobs(self) -> Knobs:
+        values = torch.tensor([self.explore, self.scheduled(self.config.entropy), self.config.clip], device=self.device)
+        return Knobs(*values.unbind(), self.config.value_clip * self.network.value_scale)
+
+    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[str, Any]], int, int]:
+        log: list[dict[str, Any]] = []
+        skipped = 0
+        for _ in range(self.config.epochs):
+            for batch in buffer.get_batched_sequences(self.config.minibatches, self.generator):
+                entry = self._gradient(batch, knobs)
+                log.append(entry)
+                if len(log) == 1 and entry["replay_error"] > self.config.replay_tolerance:
+                    raise EsperError(f"replaying the rollout gives log-probabilities or values that differ by "
+                                     f"{entry['replay_error']:.2g} from the stored ones; acting and learning must see the same "
+                                     f"observations, masks, memory and exploration")
+                if not math.isfinite(entry["grad_norm"]):
+                    skipped += 1
+                elif entry["kl"] > self.config.kl_stop * self.config.target_kl:
+                    return log, 1, skipped
+                else:
+                    self.optimizer.step()
+        return log, 0, skipped
+
+    def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[str, Any]:
+        """Gradients of one minibatch, clipped, and its numbers; they come to the host in one transfer."""
+        self.optimizer.zero_grad(set_to_none=False)
+        chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
+        numbers, heads = [], []
+        pieces = parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]
+        for piece in pieces:
+            encoded = self._encode(piece.seen)
+            memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset, self._cell)
+            losses = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
+            losses.loss.backward()
+            numbers.append(losses.numbers)
+            heads.append(losses.heads)
+        each = torch.stack(numbers)
+        most, least = each.amax(0), each.amin(0)
+        combined = torch.cat([each[:, :_EXTREMES].sum(0), most[[_EXTREMES]], least[[_EXTREMES + 1]], most[[_EXTREMES + 2]]])
+        norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in self._own_weights()]
+        norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.max_grad_norm)
+        total = torch.stack(heads).sum(0)
+        listed = torch.cat([combined, norm[None], torch.stack(norms), total[0] / total[1].clamp(min=1e-12)]).tolist()
+        names, at = self._names(), len(NUMBERS) + 1
+        return dict(zip((*NUMBERS, "grad_norm"), listed, strict=False)) | {
+            "head_grad_norm": dict(zip(names, listed[at:], strict=False)),
+            "head_entropy": dict(zip(names, listed[at + len(names) :], strict=True))}
+
+    def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs, chosen: Tensor,
+              valid: Tensor) -> Losses:
+        """Surrogate, value and entropy of some sequences; `chosen` and `valid` count the whole minibatch."""
+        network, config = self.network, self.config
+        logits, value = network.decide(memory, slot, candidate)
+        distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)
+        scored = distribution.score(batch.actions)
+        moved = torch.where(batch.valid, scored.joint - batch.log_prob, 0.0)
+        ratio, acting = moved.exp(), batch.chosen
+        if config.ratio == "joint":
+            surrogate = _clipped(ratio, batch.advantage, knobs.clip)
+        else:
+            surrogate = self._per_head(scored.heads - batch.head_log_probs, batch, knobs.clip)
+        policy = -torch.where(acting, surrogate, 0.0).sum() / chosen
+        near = batch.value + (value - batch.value).clamp(-knobs.value_clip, knobs.value_clip)
+        squared = torch.maximum((value - batch.target).square(), (near - batch.target).square())
+        critic = 0.5 * torch.where(batch.valid, squared, 0.0).sum() / (valid * network.value_scale.square())
+        entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
+        loss = policy + config.value_weight * critic - knobs.entropy * entropy
+        with torch.no_grad():
+            kl = torch.where(acting, ratio - 1 - moved, 0.0).sum() / chosen
+            clipped = torch.where(acting, (ratio - 1).abs() > knobs.clip, False).sum() / chosen
+            error = torch.where(batch.valid, (value - batch.target).abs(), 0.0).sum() / (valid * network.value_scale)
+            drift = torch.where(batch.valid, (value - batch.value).abs(), 0.0) / network.value_scale
+            replay = torch.maximum(moved.abs(), drift).amax()
+            numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin(), replay])
+            shares, asked = distribution.head_entropies()
+            asked = torch.where(batch.valid[..., None], asked, 0.0)
+        return Losses(loss, numbers, torch.stack([(shares * asked).sum((0, 1)), asked.sum((0, 1))]))
+
+    def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
+        """[L, B]: a clipped surrogate for each head that mattered and had a choice, all over the same denominator."""
+        spec = self.network.spec
+        ops = torch.tensor(spec.ops, device=moved.device)[batch.actions[..., spec.heads.index(Head.OP)]]
+        advantages = compute_per_head_advantages(batch.advantage, ops)
+        each = torch.stack([advantages[head] for head in spec.heads], -1)
+        surrogate = _clipped(torch.where(batch.relevant, moved, 0.0).exp(), each, clip)
+        return torch.where(batch.relevant, surrogate, 0.0).sum(-1)
+
+    def _names(self) -> list[str]:
+        return [head.name.lower() for head in self.network.spec.heads]
+
+    def _own_weights(self) -> list[list[nn.Parameter]]:
+        """The last weights of each head, in the order of the spec."""
+        net = self.network
+        own = {Head.OP: net.op_head, Head.SLOT: net.slot_pointer}
+        return [list((own[head] if head in own else net.heads[head.name.lower()]).parameters()) for head in net.spec.heads]
+
+    def save(self, path: str | Path) -> None:
+        """Everything that the next update depends on, in one file."""
+        state = self.optimizer.state_dict()["state"]
+        moments = {f"optimizer.{index}.{name}": t.detach().cpu() for index, part in state.items() for name, t in part.items()}
+        header = self.controller.header() | {"config": plain(self.config), "thresholds": plain(self.detector.thresholds),
+                                             "updates": self.updates, "anomalies": self.detector.state()}
+        write_state(path, "agent", header, self.controller.tensors() | moments | {"generator": self.generator.get_state()})
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "PPOAgent":
+        """An agent that goes on where the saved one stopped."""
+        header, tensors = read_state(path, "agent")
+        agent = cls(Controller.decode(header, tensors, device), rebuilt(PPOConfig, header["config"]),
+                    rebuilt(Thresholds, header["thresholds"]), compile=compile)
+        agent.updates = header["updates"]
+        agent.detector.restore(header["anomalies"])
+        agent.generator.set_state(tensors["generator"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, index, part = name.split(".")
+                moments.setdefault(int(index), {})[part] = tensor
+        whole = agent.optimizer.state_dict()
+        agent.optimizer.load_state_dict({"state": moments, "param_groups": whole["param_groups"]})
+        return agent
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:
+    return torch.minimum(ratio * advantage, torch.clamp(ratio, 1 - clip, 1 + clip) * advantage)
+
+
+def _compiled(function: Any) -> Any:
+    """Static shapes, one graph: a graph break is an error, not a slow path."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _as_it_is(function: Any) -> Any:
+    return function

@@ -1,0 +1,90 @@
+"""A controller: the network with the statistics that scale what it sees, as one thing to run, save and load."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline import ActionSpec, Field, Observation, ObservationSpec, StateFormatError, View
+from esper.leyline.keys import mix, uniform
+from esper.leyline.storage import plain, rebuilt
+from esper.tamiyo.masks import ActionMasks, action_masks
+from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig
+from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
+
+
+class Glimpse(NamedTuple):
+    """What a controller is shown of N rows in one step."""
+
+    seen: Observation  # not scaled
+    masks: ActionMasks
+    reset: Tensor  # [N] bool: the memory must be empty
+    u: Tensor  # [N, heads] uniform numbers to draw with
+
+    @classmethod
+    def of(cls, view: View, seed: int, device: torch.device) -> "Glimpse":
+        named = {name: mask.to(device) for name, mask in action_masks(view).named().items()}
+        seen = Observation(*(part.to(device) for part in observe(view)))
+        u = uniform(mix(view.key, 11, seed, view.clock), len(view.spec.heads))
+        return cls(seen, ActionMasks.from_named(view.spec, named), (view.clock == 0).to(device), u.to(device))
+
+
+def emptied(hidden: Tensor, reset: Tensor) -> Tensor:
+    return torch.where(reset[:, None, None], 0.0, hidden)
+
+
+class Controller:
+    """Sees, decides, and is written to files."""
+
+    def __init__(self, network: FactoredRecurrentActorCritic, normaliser: Normaliser) -> None:
+        self.network, self.normaliser = network, normaliser
+        normaliser.to(self.device)
+
+    @classmethod
+    def fresh(cls, spec: ActionSpec, config: NetworkConfig | None = None, observation: ObservationSpec = OBSERVATION,
+              device: torch.device | str = "cpu") -> "Controller":
+        return cls(FactoredRecurrentActorCritic(spec, config, observation).to(device), Normaliser(observation))
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.trunk_op.device
+
+    def bound_to(self, spec: ActionSpec) -> "Controller":
+        return Controller(self.network.bound_to(spec), self.normaliser)
+
+    def act(self, glimpse: Glimpse, hidden: Tensor, explore: float = 0.0, greedy: bool = False) -> tuple[Observation, Acted]:
+        """(what was seen, scaled; what was done) in one step; rows to reset start with an empty memory."""
+        seen = self.normaliser(glimpse.seen)
+        return seen, self.network.get_action(seen, glimpse.masks, emptied(hidden, glimpse.reset), None if greedy else glimpse.u, explore)
+
+    @torch.no_grad()
+    def value(self, seen: Observation, hidden: Tensor) -> Tensor:
+        """[N]: what a raw observation promises."""
+        decided, _ = self.network(Observation(*(part.unsqueeze(0) for part in self.normaliser(seen))), hidden)
+        value: Tensor = decided.value[0]
+        return value
+
+    def header(self) -> dict[str, Any]:
+        net = self.network
+        return {"spec": plain(net.spec), "network": plain(net.config), "observation": plain(net.observation)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        weights = {f"network.{name}": t.detach().cpu() for name, t in self.network.state_dict().items()}
+        return weights | {f"normaliser.{name}": t for name, t in self.normaliser.tensors().items()}
+
+    @classmethod
+    def decode(cls, header: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> "Controller":
+        observation = ObservationSpec(*(tuple(rebuilt(Field, field) for field in header["observation"][name])
+                                        for name in ("row", "slot", "candidate")))
+        spec, config = rebuilt(ActionSpec, header["spec"]), rebuilt(NetworkConfig, header["network"])
+        controller = cls.fresh(spec, config, observation)
+        weights = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("network.")}
+        expected = controller.network.state_dict()
+        wrong = [name for name in expected.keys() | weights.keys() if name not in expected or name not in weights
+                 or expected[name].shape != weights[name].shape]
+        if wrong:
+            raise StateFormatError(f"these weights are of another controller: {', '.join(sorted(wrong)[:3])} differ")
+        controller.network.load_state_dict(weights)
+        controller.network.to(device)
+        controller.normaliser.load({name: tensors[f"normaliser.{name}"] for name in controller.normaliser.tensors()})
+        return cls(controller.network, controller.normaliser)

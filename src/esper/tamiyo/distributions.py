@@ -1,0 +1,208 @@
+"""The one sampler and the one scorer: masked categoricals, and the joint distribution of a factored action.
+
+Legend: leading dimensions `...` (rows, or time x rows), C choices, O ops, S slots, H heads of the spec.
+An action is drawn op -> slot -> alpha_speed -> the rest, each given what came before.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline import ALPHA_SPEEDS, ActionSpec, EsperError, Head, InvalidStateMachineError
+from esper.tamiyo.masks import ActionMasks, Pair
+
+MASKED = -1e4
+"""Logit of what is impossible: far below any other, and finite in half precision too."""
+AT_ONCE = ALPHA_SPEEDS.index(0)
+
+
+class MaskedCategorical:
+    """Softmax over the possible choices, mixed with the uniform distribution over them.
+
+    The mixture keeps every possible choice alive with probability `explore / choices` at least, and gradients flow
+    through the softmax part whatever its value; clamping probabilities would stop them.
+    """
+
+    def __init__(self, logits: Tensor, mask: Tensor, explore: Tensor | float = 0.0, validate: bool = True) -> None:
+        """logits [..., C] of any float type; mask bool [..., C]; validate asks that every row has a choice."""
+        if logits.shape != mask.shape:
+            raise EsperError(f"a mask of shape {list(mask.shape)} for logits of shape {list(logits.shape)}; they must be equal")
+        if validate and not bool(mask.any(-1).all()):
+            raise InvalidStateMachineError(f"a mask allows nothing at {(~mask.any(-1)).nonzero()[0].tolist()}")
+        self.mask, self.choices = mask, mask.sum(-1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        plain = torch.where(mask, wide, MASKED).log_softmax(-1)
+        share = torch.as_tensor(explore, dtype=wide.dtype, device=wide.device)
+        uniform = (share / self.choices.clamp(min=1)[..., None]).expand_as(plain)
+        mixed = torch.logaddexp(plain + torch.log1p(-share), torch.where(mask, uniform, 0.0).log())
+        single = (self.choices == 1)[..., None]
+        self.log_probs = torch.where(single & mask, 0.0, torch.where(mask, mixed, MASKED))
+
+    @property
+    def probs(self) -> Tensor:
+        return torch.where(self.mask, self.log_probs.exp(), 0.0)
+
+    def sample(self, u: Tensor) -> Tensor:
+        """[...]: choices by uniform numbers u in [0, 1); equal numbers give equal choices on every device."""
+        cumulative = self.probs.cumsum(-1)
+        wanted = (u * cumulative[..., -1]).unsqueeze(-1)
+        return ((cumulative <= wanted) | (cumulative <= 0)).sum(-1).clamp(max=self.mask.shape[-1] - 1)
+
+    def mode(self) -> Tensor:
+        return self.log_probs.argmax(-1)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        return self.log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self.probs * self.log_probs).sum(-1)
+
+    def at(self, index: Tensor) -> "MaskedCategorical":
+        """Of many categoricals [batch, I, ...], those at `index` [batch] of the dimension behind the batch."""
+        place = index.dim()
+        wide = index.view(*index.shape, *[1] * (self.mask.dim() - place)).expand(*index.shape, 1, *self.mask.shape[place + 1 :])
+        picked = object.__new__(MaskedCategorical)  # the same probabilities: nothing is computed again
+        picked.mask, picked.log_probs = (t.gather(place, wide).squeeze(place) for t in (self.mask, self.log_probs))
+        picked.choices = picked.mask.sum(-1)
+        return picked
+
+
+class ActionLogits(NamedTuple):
+    """What a network says, in the shape of `ActionMasks`; an alpha_curve also has a dimension of speeds if those are chosen."""
+
+    op: Tensor  # [..., O]
+    slot: Tensor  # [..., O, S]
+    values: Mapping[Pair, Tensor]  # [..., S, C], or [..., S, speeds, C] of a curve
+
+    @classmethod
+    def flat(cls, spec: ActionSpec, masks: ActionMasks) -> "ActionLogits":
+        """No preference at all."""
+        values = {pair: mask.float() for pair, mask in masks.values.items()}
+        for pair, zeros in values.items():
+            if _by_speed(spec, pair):
+                values[pair] = zeros.unsqueeze(-2).repeat_interleave(len(ALPHA_SPEEDS), -2)
+        return cls(*(torch.zeros_like(t, dtype=torch.float32) for t in (masks.op, masks.slot)),
+                   {pair: torch.zeros_like(t) for pair, t in values.items()})
+
+
+class Scored(NamedTuple):
+    """The log-probabilities of actions."""
+
+    joint: Tensor  # [...] of the whole action
+    heads: Tensor  # [..., H], zero where a head is irrelevant
+    relevant: Tensor  # bool [..., H]: it matters under the op, and there was a choice
+
+
+class ActionDistribution:
+    """The joint distribution of an action under a spec."""
+
+    def __init__(self, spec: ActionSpec, logits: ActionLogits, masks: ActionMasks, explore: Tensor | float = 0.0,
+                 validate: bool = True) -> None:
+        if validate:
+            masks.check(spec, tuple(logits.op.shape[:-1]), logits.op.device)
+        self.spec = spec
+        self.op = MaskedCategorical(logits.op, masks.op, explore, False)
+        self.slot = MaskedCategorical(logits.slot, masks.slot, explore, False)
+        self.values = {pair: self._value(pair, logits.values[pair], masks.values[pair], explore) for pair in spec.pairs}
+
+    def _value(self, pair: Pair, logits: Tensor, mask: Tensor, explore: Tensor | float) -> MaskedCategorical:
+        if _by_speed(self.spec, pair):  # at once has no shape: the curve is then its default
+            default = torch.arange(mask.shape[-1], device=mask.device) == self.spec.defaults[Head.ALPHA_CURVE]
+            at_once = torch.arange(logits.shape[-2], device=mask.device) == AT_ONCE
+            mask = torch.where(at_once[:, None], default, mask.unsqueeze(-2)).expand_as(logits)
+        return MaskedCategorical(logits, mask, explore, False)
+
+    def sample(self, u: Tensor) -> Tensor:
+        """Actions [..., H] by uniform numbers u [..., H]."""
+        return self._draw(lambda distribution, head: distribution.sample(u[..., self.spec.heads.index(head)]))
+
+    def mode(self) -> Tensor:
+        """The likeliest op, then the likeliest slot for it, and so on."""
+        return self._draw(lambda distribution, head: distribution.mode())
+
+    def _draw(self, draw: Callable[[MaskedCategorical, Head], Tensor]) -> Tensor:
+        spec, op = self.spec, draw(self.op, Head.OP)
+        chosen = {head: torch.full_like(op, spec.defaults[head]) for head in spec.heads}
+        slot = draw(self.slot.at(op), Head.SLOT) if Head.SLOT in spec.heads else torch.full_like(op, spec.defaults[Head.SLOT])
+        chosen |= {Head.OP: op} | ({Head.SLOT: slot} if Head.SLOT in spec.heads else {})
+        for pair, table in self.values.items():
+            drawn = draw(self._given(table, pair, slot, chosen), pair[1])
+            chosen[pair[1]] = torch.where(op == spec.ops.index(pair[0]), drawn, chosen[pair[1]])
+        return torch.stack([chosen[head] for head in spec.heads], -1)
+
+    def _given(self, table: MaskedCategorical, pair: Pair, slot: Tensor, chosen: Mapping[Head, Tensor]) -> MaskedCategorical:
+        table = table.at(slot)
+        return table.at(chosen[Head.ALPHA_SPEED]) if _by_speed(self.spec, pair) else table
+
+    def score(self, actions: Tensor) -> Scored:
+        """Of actions [..., H]. What is irrelevant to the op, or had one choice, counts nothing."""
+        spec = self.spec
+        if actions.shape != (*self.op.choices.shape, len(spec.heads)):
+            raise EsperError(f"actions have shape {list(actions.shape)}; expected {[*self.op.choices.shape, len(spec.heads)]}")
+        chosen = dict(zip(spec.heads, actions.unbind(-1), strict=True))
+        op = chosen[Head.OP]
+        slot = chosen.get(Head.SLOT, torch.full_like(op, spec.defaults[Head.SLOT]))
+        zero, never = torch.zeros_like(self.op.log_prob(op)), torch.zeros_like(op, dtype=torch.bool)
+        scores = dict.fromkeys(spec.heads, zero) | {Head.OP: self.op.log_prob(op)}
+        relevant = dict.fromkeys(spec.heads, never) | {Head.OP: self.op.choices > 1}
+        if Head.SLOT in spec.heads:
+            which = self.slot.at(op)
+            scores[Head.SLOT], relevant[Head.SLOT] = which.log_prob(slot), which.choices > 1
+        for pair, table in self.values.items():
+            mine, given = op == spec.ops.index(pair[0]), self._given(table, pair, slot, chosen)
+            scores[pair[1]] = torch.where(mine, given.log_prob(chosen[pair[1]]), scores[pair[1]])
+            relevant[pair[1]] = torch.where(mine, given.choices > 1, relevant[pair[1]])
+        heads, matters = (torch.stack([part[head] for head in spec.heads], -1) for part in (scores, relevant))
+        heads = torch.where(matters, heads, 0.0)
+        return Scored(heads.sum(-1), heads, matters)
+
+    def entropy(self) -> Tensor:
+        """[...] of the joint action: H(op) + sum of p(op) (H(slot) + sum of p(slot) H(value)), in nats."""
+        values = sum((self._expected(pair) for pair in self.values), torch.zeros_like(self.slot.log_probs))  # [..., O, S]
+        below = self.slot.entropy() + (self.slot.probs * values).sum(-1)
+        return self.op.entropy() + (self.op.probs * below).sum(-1)
+
+    def _expected(self, pair: Pair) -> Tensor:
+        """[..., O, S]: H(value | op, slot) in the row of its op, the speed averaged out."""
+        entropy = self.values[pair].entropy()
+        if _by_speed(self.spec, pair):
+            entropy = (self.values[pair[0], Head.ALPHA_SPEED].probs * entropy).sum(-1)
+        row = torch.arange(len(self.spec.ops), device=entropy.device) == self.spec.ops.index(pair[0])
+        return row[:, None] * entropy.unsqueeze(-2)
+
+    def head_entropies(self) -> tuple[Tensor, Tensor]:
+        """([..., H] conditional entropy of each head as a share of its most, [..., H] how likely the head is asked).
+
+        Averaged over the ops and slots that would ask the head, whether one was taken or not. For diagnosis only.
+        """
+        batch, asked = self.op.choices.dim(), self.op.probs[..., None] * self.slot.probs  # [..., O, S]
+        terms = {Head.OP: [(self.op, torch.ones_like(self.op.probs[..., 0]))], Head.SLOT: [(self.slot, self.op.probs)]}
+        for pair in self.values:
+            terms.setdefault(pair[1], []).append(self._weighted(pair, asked))
+        shares, weights = [], []
+        for head in self.spec.heads:
+            choosing = [(table, torch.where(table.choices > 1, weight, 0.0)) for table, weight in terms.get(head, [])]
+            most = [table.choices.clamp(min=2).to(weight.dtype).log() for table, weight in choosing]
+            total = torch.zeros_like(self.op.probs[..., 0])
+            weights.append(sum((_behind(weight, batch) for _, weight in choosing), total))
+            parts = (_behind(w * t.entropy() / m, batch) for (t, w), m in zip(choosing, most, strict=True))
+            shares.append(sum(parts, total) / weights[-1].clamp(min=1e-12))
+        return torch.stack(shares, -1), torch.stack(weights, -1)
+
+    def _weighted(self, pair: Pair, asked: Tensor) -> tuple[MaskedCategorical, Tensor]:
+        weight = asked[..., self.spec.ops.index(pair[0]), :]
+        if _by_speed(self.spec, pair):
+            weight = weight[..., None] * self.values[pair[0], Head.ALPHA_SPEED].probs
+        return self.values[pair], weight
+
+
+def _by_speed(spec: ActionSpec, pair: Pair) -> bool:
+    """Does this head's distribution depend on the speed that was drawn?"""
+    return pair[1] is Head.ALPHA_CURVE and Head.ALPHA_SPEED in spec.heads
+
+
+def _behind(values: Tensor, batch: int) -> Tensor:
+    """Sum over every dimension behind the first `batch`."""
+    return values.reshape(*values.shape[:batch], -1).sum(-1)

@@ -1,0 +1,108 @@
+"""What can be done: masks over every head, given the op and the slot.
+
+Legend: N rows (any leading dimensions), S slots, O ops of the spec. An impossible action cannot be expressed, nor one that
+must fail, nor two names of the same action: what has no effect has one choice, its default.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.leyline import ActionSpec, EsperError, Head, InvalidStateMachineError, LifecycleOp, View
+
+Pair = tuple[LifecycleOp, Head]
+SHAPES = {"op": "[N, ops]", "slot": "[N, ops, slots]"}
+
+
+class ActionMasks(NamedTuple):
+    """True is possible. `values` has one mask per pair of `ActionSpec.pairs`."""
+
+    op: Tensor  # [N, O]
+    slot: Tensor  # [N, O, S]
+    values: Mapping[Pair, Tensor]  # [N, S, size of the head]
+
+    def named(self) -> dict[str, Tensor]:
+        """Every mask under a flat name, in the order of `from_named`."""
+        return {"op": self.op, "slot": self.slot} | {_name(pair): mask for pair, mask in self.values.items()}
+
+    @classmethod
+    def from_named(cls, spec: ActionSpec, named: Mapping[str, Tensor]) -> "ActionMasks":
+        return cls(named["op"], named["slot"], {pair: named[_name(pair)] for pair in spec.pairs})
+
+    def check(self, spec: ActionSpec, shape: tuple[int, ...], device: torch.device) -> None:
+        """Raise for a mask of another shape, dtype or device, and for a choice without a possible value."""
+        for name, size in mask_sizes(spec).items():
+            mask = self.named().get(name)
+            if mask is None:
+                raise EsperError(f"there is no mask {name!r}; this action spec needs {', '.join(mask_sizes(spec))}")
+            if mask.shape != (*shape, *size):
+                raise EsperError(f"mask {name!r} has shape {list(mask.shape)}; expected {[*shape, *size]}")
+            if mask.dtype != torch.bool or mask.device.type != device.type:
+                raise EsperError(f"mask {name!r} is {mask.dtype} on {mask.device.type}; expected torch.bool on {device.type}")
+        # One transfer for all: is there a choice wherever one can be asked for?
+        able = self.op.any(-1).all() & (self.slot.any(-1) | ~self.op).all()
+        for (op, _), mask in self.values.items():
+            able = able & (mask.any(-1) | ~self.slot[..., spec.ops.index(op), :]).all()
+        if not bool(able):
+            self._refuse(spec)
+
+    def _refuse(self, spec: ActionSpec) -> None:
+        asked = {"op": self.op.new_ones(self.op.shape[:-1]), "slot": self.op}
+        asked |= {_name(pair): self.slot[..., spec.ops.index(pair[0]), :] for pair in self.values}
+        for name, mask in self.named().items():
+            empty = asked[name] & ~mask.any(-1)
+            if bool(empty.any()):
+                raise InvalidStateMachineError(f"mask {name!r} allows nothing at {empty.nonzero()[0].tolist()}; "
+                                               "every choice that can be asked for needs a possible value")
+
+
+def mask_sizes(spec: ActionSpec) -> dict[str, tuple[int, ...]]:
+    """Flat name -> shape behind the leading dimensions."""
+    ops = len(spec.ops)
+    return {"op": (ops,), "slot": (ops, spec.slots)} | {_name(p): (spec.slots, spec.head_sizes[p[1]]) for p in spec.pairs}
+
+
+def _name(pair: Pair) -> str:
+    return f"{pair[0].name.lower()}.{pair[1].name.lower()}"
+
+
+def action_masks(view: View) -> ActionMasks:
+    """From stages and gate verdicts; a row that is done may only WAIT."""
+    spec, rows = view.spec, len(view.clock)
+    slot = view.verdicts[:, :, list(spec.ops)].transpose(1, 2) & ~view.done[:, None, None]  # [N, O, S]
+    values = {pair: _values(view, *pair) for pair in spec.pairs}
+    for op in spec.ops:
+        number = spec.ops.index(op)
+        if op is LifecycleOp.SET_ALPHA_TARGET:  # a target must be free, chosen or not
+            chosen = values.get((op, Head.ALPHA_TARGET), view.free_targets[..., spec.defaults[Head.ALPHA_TARGET], None])
+            slot[:, number] &= chosen.any(-1)
+        if op is LifecycleOp.WAIT:  # names no slot
+            slot[:, number] = _only(spec.slots, spec.defaults[Head.SLOT])
+        elif Head.SLOT not in spec.heads:
+            slot[:, number] &= _only(spec.slots, spec.defaults[Head.SLOT])
+    assert slot.shape == (rows, len(spec.ops), spec.slots)
+    return ActionMasks(slot.any(2), slot, values)
+
+
+def _values(view: View, op: LifecycleOp, head: Head) -> Tensor:
+    spec = view.spec
+    every = torch.ones(*view.free_targets.shape[:2], spec.head_sizes[head], dtype=torch.bool)
+    default = _only(spec.head_sizes[head], spec.defaults[head])
+    if head is Head.BLUEPRINT:
+        real = torch.tensor([name != "noop" for name in spec.blueprints])
+        return every & (real if bool(real.any()) else default)
+    if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.STYLE:  # a seed keeps the style it was born with
+        return torch.nn.functional.one_hot(view.seeds.style, spec.head_sizes[head]).bool()
+    if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.ALPHA_TARGET:
+        return view.free_targets.clone()
+    if op is LifecycleOp.PRUNE and head is Head.ALPHA_SPEED:  # a seed without effect has nothing to fade
+        return torch.where((view.seeds.alpha > 0)[..., None], every, _only(spec.head_sizes[head], 0))
+    if head is Head.ALPHA_CURVE and Head.ALPHA_SPEED not in spec.heads and spec.defaults[Head.ALPHA_SPEED] == 0:
+        return every & default
+    return every
+
+
+def _only(size: int, choice: int) -> Tensor:
+    return torch.arange(size) == choice

@@ -1,0 +1,241 @@
+"""The controller's network: slots and candidates are encoded alike, so it runs on any number of them.
+
+Legend: T steps, B rows, S slots, K blueprints, O ops, A ops that name a slot, H hidden, Z trunk. Sequences are [T, B, ...].
+
+    candidates -> encoder --+-> pooled --+
+    slots ------> encoder --+-> pooled --+-> features -> LSTM -> norm -+-> value
+                                                                       +-> op
+                            slot encodings --------- trunk(op, slot) --+-> slot pointer, blueprint pointer, other heads
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.leyline import ALPHA_SPEEDS, RELEVANCE, ActionSpec, EsperError, Head, Observation, ObservationSpec
+from esper.tamiyo.distributions import ActionDistribution, ActionLogits, Scored
+from esper.tamiyo.masks import ActionMasks
+from esper.tamiyo.observing import OBSERVATION
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    hidden: int = 128
+    """Width of the features and of the memory."""
+    slot: int = 64
+    """Width of a slot's encoding."""
+    candidate: int = 32
+    """Width of a candidate's encoding."""
+    trunk: int = 64
+    """Width behind which the heads split."""
+    memory: bool = True
+    """Without it the LSTM forgets everything before each step."""
+
+
+Cell = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Encoded(NamedTuple):
+    features: Tensor  # [T, B, H]
+    slot: Tensor  # [T, B, S, slot]
+    candidate: Tensor  # [T, B, S, K, candidate]
+
+
+class Decided(NamedTuple):
+    logits: ActionLogits
+    value: Tensor  # [T, B]
+
+
+class Acted(NamedTuple):
+    """What acting leaves for learning. These tensors carry no gradient."""
+
+    actions: Tensor  # [B, heads]
+    log_prob: Tensor  # [B] joint
+    head_log_probs: Tensor  # [B, heads]
+    relevant: Tensor  # [B, heads]
+    value: Tensor  # [B]
+    hidden: Tensor  # [B, 2, H]
+
+
+class Evaluated(NamedTuple):
+    scored: Scored
+    distribution: ActionDistribution
+    value: Tensor  # [T, B]
+    hidden: Tensor  # [B, 2, H]
+
+
+class FactoredRecurrentActorCritic(nn.Module):
+    """One mind for all slots: V(s), and a distribution over factored actions."""
+
+    value_scale: Tensor
+    """The unit in which the value head works."""
+
+    def __init__(self, spec: ActionSpec, config: NetworkConfig | None = None, observation: ObservationSpec = OBSERVATION) -> None:
+        super().__init__()
+        self.spec, self.config, self.observation = spec, config or NetworkConfig(), observation
+        size, (row, slot, candidate) = self.config, observation.widths
+        self.acting = [op for op in spec.ops if RELEVANCE[op, Head.SLOT]]
+        self.candidate_encoder = nn.Sequential(nn.Linear(candidate, size.candidate), nn.ReLU())
+        self.slot_encoder = nn.Sequential(nn.Linear(slot + 2 * size.candidate, size.slot), nn.LayerNorm(size.slot), nn.ReLU())
+        self.feature_net = nn.Sequential(nn.Linear(row + 2 * size.slot, size.hidden), nn.LayerNorm(size.hidden), nn.ReLU())
+        self.lstm = nn.LSTM(size.hidden, size.hidden)
+        self.lstm_norm = nn.LayerNorm(size.hidden)
+        self.op_head = nn.Sequential(nn.Linear(size.hidden, size.trunk), nn.ReLU(), nn.Linear(size.trunk, len(spec.ops)))
+        self.value_head = nn.Sequential(nn.Linear(size.hidden, size.trunk), nn.ReLU(), nn.Linear(size.trunk, 1))
+        self.trunk_state = nn.Linear(size.hidden, size.trunk)
+        self.trunk_slot = nn.Linear(size.slot, size.trunk, bias=False)
+        self.trunk_op = nn.Parameter(torch.zeros(len(self.acting), size.trunk))
+        self.slot_pointer = nn.Linear(size.trunk, 1)
+        self.heads = nn.ModuleDict({head.name.lower(): nn.Linear(size.trunk, self._width(head))
+                                    for head in sorted({head for _, head in spec.pairs})})
+        self.register_buffer("value_scale", torch.ones(()))
+        self._initialise()
+
+    def _width(self, head: Head) -> int:
+        """Outputs of a head: its values; a query for the blueprint pointer; a row of curves for every speed."""
+        if head is Head.BLUEPRINT:
+            return self.config.candidate
+        by_speed = head is Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads
+        return self.spec.head_sizes[head] * (len(ALPHA_SPEEDS) if by_speed else 1)
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.orthogonal_(module.weight, math.sqrt(2))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        last = [self.op_head[-1], self.slot_pointer, *self.heads.values()]
+        for layer in last:
+            nn.init.orthogonal_(layer.weight, 0.01)  # type: ignore[arg-type]
+        nn.init.orthogonal_(self.value_head[-1].weight, 1.0)  # type: ignore[arg-type]
+        nn.init.orthogonal_(self.trunk_op, 1.0)
+        hidden = self.config.hidden
+        for weight in (self.lstm.weight_ih_l0, self.lstm.weight_hh_l0):
+            for gate in weight.detach().split(hidden):
+                nn.init.orthogonal_(gate)
+        nn.init.zeros_(self.lstm.bias_hh_l0)
+        nn.init.zeros_(self.lstm.bias_ih_l0)
+        self.lstm.bias_ih_l0.detach()[hidden : 2 * hidden].fill_(1.0)  # the forget gate starts open; its other bias is zero
+
+    @torch.no_grad()
+    def rescale_value(self, scale: Tensor) -> None:
+        """Let the value head work in other units; what it says stays the same."""
+        for parameter in self.value_head[-1].parameters():
+            parameter *= self.value_scale / scale
+        self.value_scale.copy_(scale)
+
+    def bound_to(self, spec: ActionSpec) -> "FactoredRecurrentActorCritic":
+        """The same weights for a host with other slots or blueprints."""
+        if spec.ops != self.spec.ops or spec.heads != self.spec.heads:
+            mine, theirs = (f"{[o.name for o in s.ops]} x {[h.name for h in s.heads]}" for s in (self.spec, spec))
+            raise EsperError(f"this controller chooses {mine}; it cannot act in a space of {theirs}")
+        bound = copy.copy(self)
+        bound.spec = spec
+        return bound
+
+    def get_initial_hidden(self, rows: int) -> Tensor:
+        """Zeros [rows, 2, H] on the device and in the dtype of the weights."""
+        return self.trunk_op.new_zeros(rows, 2, self.config.hidden)
+
+    def encode(self, seen: Observation) -> Encoded:
+        """Everything in front of the memory."""
+        candidate = self.candidate_encoder(seen.candidate)
+        pooled = torch.cat([seen.slot, candidate.mean(-2), candidate.amax(-2)], -1)
+        slot = self.slot_encoder(pooled)
+        return Encoded(self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.amax(-2)], -1)), slot, candidate)
+
+    def remember(self, features: Tensor, hidden: Tensor, reset: Tensor | None, cell: Cell | None = None) -> tuple[Tensor, Tensor]:
+        """(outputs [T, B, H], hidden) of the LSTM; `reset` bool [T, B] empties the memory in front of a step.
+
+        Without resets the whole sequence is one call, with them a loop around `cell` (None is `self.cell`).
+        """
+        cell = cell or self.cell
+        if not self.config.memory:
+            reset = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
+        if reset is None:
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                out, (h, c) = self.lstm(features, (hidden[None, :, 0].contiguous(), hidden[None, :, 1].contiguous()))
+            return out, torch.stack([h[0], c[0]], 1)
+        inputs = nn.functional.linear(features, self.lstm.weight_ih_l0, self.lstm.bias_ih_l0 + self.lstm.bias_hh_l0)
+        (h, c), keep, outs = hidden.unbind(1), (~reset).to(features.dtype).unsqueeze(-1), []
+        for step in range(len(features)):
+            h, c = cell(inputs[step], h, c, keep[step], self.lstm.weight_hh_l0)
+            outs.append(h)
+        return torch.stack(outs), torch.stack([h, c], 1)
+
+    @staticmethod
+    def cell(inputs: Tensor, h: Tensor, c: Tensor, keep: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the LSTM behind its input products."""
+        enter, forget, new, leave = torch.addmm(inputs, h * keep, weight.t()).chunk(4, -1)
+        c = forget.sigmoid() * (c * keep) + enter.sigmoid() * new.tanh()
+        return leave.sigmoid() * c.tanh(), c
+
+    def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor) -> Decided:
+        """Everything behind the memory."""
+        state = self.lstm_norm(memory)
+        trunk = self.trunk_state(state)[..., None, None, :] + self.trunk_slot(slot)[..., None, :, :] + self.trunk_op[:, None]
+        trunk = trunk.relu()  # [T, B, A, S, Z]
+        pointed = self.slot_pointer(trunk).squeeze(-1)  # [T, B, A, S]
+        idle = torch.zeros_like(pointed[..., :1, :])
+        slots = [pointed[..., self.acting.index(op), :] if op in self.acting else idle[..., 0, :] for op in self.spec.ops]
+        values = {}
+        for op, head in self.spec.pairs:
+            out = self.heads[head.name.lower()](trunk[..., self.acting.index(op), :, :])  # [T, B, S, width]
+            if head is Head.BLUEPRINT:
+                out = torch.einsum("...kc,...c->...k", candidate, out)
+            elif head is Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads:
+                out = out.unflatten(-1, (len(ALPHA_SPEEDS), -1))
+            values[op, head] = out
+        return Decided(ActionLogits(self.op_head(state), torch.stack(slots, -2), values), self.value_scale * self.value_head(state).squeeze(-1))
+
+    def forward(self, seen: Observation, hidden: Tensor | None = None, reset: Tensor | None = None) -> tuple[Decided, Tensor]:
+        """(logits and values of a sequence [T, B, ...], hidden behind it)."""
+        self._check(seen, hidden, reset)
+        hidden = self.get_initial_hidden(seen.row.shape[1]) if hidden is None else hidden
+        encoded = self.encode(seen)
+        memory, hidden = self.remember(encoded.features, hidden, reset)
+        return self.decide(memory, encoded.slot, encoded.candidate), hidden
+
+    def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None) -> None:
+        width, rows = self.observation.widths, tuple(seen.row.shape[:2])
+        lead = (*rows, self.spec.slots)
+        expected = {"row": (*rows, width[0]), "slot": (*lead, width[1]), "candidate": (*lead, len(self.spec.blueprints), width[2])}
+        for name, shape in expected.items():
+            tensor = getattr(seen, name)
+            if tensor.dim() != len(shape) or tensor.shape != shape:
+                raise EsperError(f"observation {name!r} has shape {list(tensor.shape)}; expected [T, B, ...] = {list(shape)}")
+            if tensor.dtype != self.trunk_op.dtype or tensor.device != self.trunk_op.device:
+                raise EsperError(f"observation {name!r} is {tensor.dtype} on {tensor.device}; the controller's weights are "
+                                 f"{self.trunk_op.dtype} on {self.trunk_op.device}")
+        if hidden is not None and (hidden.shape != (rows[1], 2, self.config.hidden) or hidden.dtype != self.trunk_op.dtype):
+            raise EsperError(f"hidden is {hidden.dtype} {list(hidden.shape)}; expected {self.trunk_op.dtype} "
+                             f"{[rows[1], 2, self.config.hidden]}")
+        if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
+            raise EsperError(f"reset is {reset.dtype} {list(reset.shape)}; expected torch.bool {list(rows)}")
+
+    @torch.no_grad()
+    def get_action(self, seen: Observation, masks: ActionMasks, hidden: Tensor, u: Tensor | None,
+                   explore: Tensor | float = 0.0) -> Acted:
+        """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None.
+
+        Nothing here carries a gradient: the log-probabilities are those of behaviour, the denominator of a ratio.
+        `evaluate_actions` scores with gradients.
+        """
+        decided, hidden = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden)
+        logits = ActionLogits(decided.logits.op[0], decided.logits.slot[0], {k: v[0] for k, v in decided.logits.values.items()})
+        distribution = ActionDistribution(self.spec, logits, masks, explore)
+        actions = distribution.mode() if u is None else distribution.sample(u)
+        scored = distribution.score(actions)
+        return Acted(actions, scored.joint, scored.heads, scored.relevant, decided.value[0], hidden)
+
+    def evaluate_actions(self, seen: Observation, masks: ActionMasks, actions: Tensor, hidden: Tensor | None,
+                         reset: Tensor | None = None, explore: Tensor | float = 0.0, validate: bool = True) -> Evaluated:
+        """Score actions [T, B, heads] of sequences that began at `hidden`, with gradients."""
+        decided, hidden = self.forward(seen, hidden, reset)
+        distribution = ActionDistribution(self.spec, decided.logits, masks, explore, validate)
+        return Evaluated(distribution.score(actions), distribution, decided.value, hidden)

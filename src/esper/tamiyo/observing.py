@@ -1,0 +1,199 @@
+"""From a view to numbers: every field of the observation, and running statistics to scale them.
+
+Legend: N rows, S slots, K blueprints, D numbers of a descriptor.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.leyline import (
+    SCORES,
+    TEMPOS,
+    AlphaCurve,
+    Contribution,
+    EsperError,
+    Facts,
+    Field,
+    LifecycleOp,
+    Observation,
+    ObservationSpec,
+    SeedStage,
+    Style,
+    View,
+)
+
+DESCRIPTOR = 10
+"""Numbers that describe a blueprint at a slot's shape."""
+OBSERVATION = ObservationSpec(
+    row=(
+        Field("progress"), Field("epochs_left"), Field("horizon"), Field("free_slots"),
+        Field("price", scaled=True), Field("flop_price", scaled=True),
+        Field("measured"), Field("scores", len(SCORES), True, "measured"), Field("gap", 1, True, "measured"),
+        Field("moving"), Field("slopes", len(SCORES), True, "moving"),
+        Field("size", scaled=True), Field("flops", scaled=True), Field("spent", scaled=True), Field("cost", scaled=True),
+    ),
+    slot=(
+        Field("stage", len(SeedStage)), Field("dwell"), Field("position"), Field("germinations"), Field("planted"),
+        Field("alpha"), Field("target"), Field("ramp_left"), Field("ramp_direction"), Field("fading"), Field("healthy"),
+        Field("tempo"), Field("style", len(Style)), Field("curve", len(AlphaCurve)), Field("verdicts", len(LifecycleOp)),
+        Field("descriptor", DESCRIPTOR), Field("size", scaled=True), Field("flops", scaled=True), Field("cost", scaled=True),
+        Field("contributes"), Field("contribution", 1, True, "contributes"), Field("contribution_error", 1, True, "contributes"),
+        Field("previewed"), Field("preview", 1, True, "previewed"), Field("preview_error", 1, True, "previewed"),
+    ),
+    candidate=(
+        Field("descriptor", DESCRIPTOR), Field("free"), Field("size", scaled=True), Field("flops", scaled=True),
+        Field("cost", scaled=True),
+        Field("previewed"), Field("drop", 1, True, "previewed"), Field("drop_error", 1, True, "previewed"),
+    ),
+)
+"""What Tamiyo sees by default."""
+
+
+def observe(view: View) -> Observation:
+    """float32 observations of all rows, as `OBSERVATION` names them; not scaled yet."""
+    if view.facts is None:
+        raise EsperError("this view has no facts: nothing measures here, so there is nothing to observe")
+    parts = (_row(view, view.facts), _slot(view, view.facts), _candidate(view, view.facts))
+    return Observation(*(_joined(fields, values) for fields, values in
+                         zip((OBSERVATION.row, OBSERVATION.slot, OBSERVATION.candidate), parts, strict=True)))
+
+
+def _joined(fields: tuple[Field, ...], values: dict[str, Tensor]) -> Tensor:
+    """Columns in the order of the spec; what was not measured is zero."""
+    assert set(values) == {field.name for field in fields}
+    columns = []
+    for field in fields:
+        value = values[field.name].float()
+        value = value.unsqueeze(-1) if field.width == 1 else value
+        if field.known_by:
+            value = torch.where(values[field.known_by].bool().unsqueeze(-1), value, 0.0)
+        columns.append(value)
+    return torch.cat(columns, -1)
+
+
+def _row(view: View, facts: Facts) -> dict[str, Tensor]:
+    left = (view.horizon - view.clock).clamp(min=0)
+    size, flops = (facts.costs[..., i].sum(1) / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
+    return {
+        "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left), "horizon": _log(view.horizon),
+        "free_slots": (view.seeds.stage == SeedStage.DORMANT).float().mean(1),
+        "price": _price(view, facts), "flop_price": view.flop_price,
+        "measured": facts.scores.isfinite().all(1), "scores": facts.scores, "gap": facts.scores[:, 0] - facts.scores[:, 3],
+        "moving": (facts.scores - facts.before).isfinite().all(1), "slopes": facts.scores - facts.before,
+        "size": size, "flops": flops, "spent": facts.spent,
+        "cost": _price(view, facts) * size + view.flop_price * facts.spent,
+    }
+
+
+def _slot(view: View, facts: Facts) -> dict[str, Tensor]:
+    seeds = view.seeds
+    planted = ((seeds.stage >= SeedStage.TRAINING) & (seeds.stage <= SeedStage.FOSSILIZED)).float()
+    slots = seeds.stage.shape[1]
+    size, flops = (facts.costs[..., i] / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
+    ramping = seeds.stage == SeedStage.BLENDING
+    chosen = facts.descriptors[torch.arange(slots), seeds.blueprint.clamp(min=0)]  # [N, S, D]
+    evidence = {"contribution": facts.contribution, "preview": facts.preview}
+    return {
+        "stage": F.one_hot(seeds.stage, len(SeedStage)), "dwell": _log(seeds.dwell), "germinations": _log(seeds.germinations),
+        "position": torch.linspace(0, 1, slots).expand_as(size), "planted": planted,
+        "alpha": seeds.alpha, "target": seeds.target * planted,
+        "ramp_left": torch.where(ramping, (seeds.ramp_length - seeds.ramp_at).clamp(min=0) / max(TEMPOS), 0.0),
+        "ramp_direction": torch.where(ramping, (seeds.target - seeds.ramp_from).sign(), 0.0),
+        "fading": seeds.fading, "healthy": seeds.healthy, "tempo": seeds.tempo / max(TEMPOS) * planted,
+        "style": F.one_hot(seeds.style, len(Style)) * planted[..., None],
+        "curve": F.one_hot(seeds.curve, len(AlphaCurve)) * ramping[..., None], "verdicts": view.verdicts,
+        "descriptor": chosen * planted[..., None], "size": size, "flops": flops, "cost": _price(view, facts)[:, None] * size,
+        "contributes": facts.contribution.known, "previewed": facts.preview.known,
+        **{name: part.value for name, part in evidence.items()},
+        **{f"{name}_error": part.standard_error for name, part in evidence.items()},
+    }
+
+
+def _candidate(view: View, facts: Facts) -> dict[str, Tensor]:
+    shape = (len(view.clock), *facts.descriptors.shape[:2])
+    size, flops = (facts.prices[..., i] / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
+    nothing = torch.zeros(shape)
+    seen = facts.candidates or Contribution(nothing, nothing, nothing > 0)
+    return {
+        "descriptor": facts.descriptors.expand(*shape, -1), "free": view.verdicts[..., LifecycleOp.GERMINATE, None].expand(shape),
+        "size": size.expand(shape), "flops": flops.expand(shape), "cost": _price(view, facts)[:, None, None] * size,
+        "previewed": seen.known, "drop": seen.value, "drop_error": seen.standard_error,
+    }
+
+
+def _price(view: View, facts: Facts) -> Tensor:
+    """[N]: what as many parameters as the host has would cost, in score."""
+    return view.price.float() * facts.host.params
+
+
+def _log(count: Tensor) -> Tensor:
+    """Counts of epochs, about 0 to 1."""
+    return torch.log1p(count.float()) / math.log(31)
+
+
+class Normaliser:
+    """Running mean and spread of the scaled fields, counted sample by sample; flags and shares pass through.
+
+    What was not measured counts nothing and stays zero.
+    """
+
+    def __init__(self, spec: ObservationSpec, device: torch.device | str = "cpu", limit: float = 5.0) -> None:
+        """Scaled values are cut at +-limit."""
+        self.spec, self.limit = spec, limit
+        self.parts = [_columns(part) for part in (spec.row, spec.slot, spec.candidate)]
+        self.stats = [torch.zeros(3, len(scaled), dtype=torch.float64) for scaled, _ in self.parts]  # count, mean, square
+        self.to(device)
+
+    def to(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.parts = [tuple(t.to(device) for t in part) for part in self.parts]
+        self.stats = [stat.to(device) for stat in self.stats]
+
+    def update(self, observation: Observation, rows: Tensor | None = None) -> None:
+        """Count the rows [...] (bool, None is all) of a raw observation."""
+        for (scaled, flag), stat, values in zip(self.parts, self.stats, observation, strict=True):
+            kept = values if rows is None else values[rows]
+            flat = kept.reshape(-1, values.shape[-1]).double()
+            known = (flat[:, flag.clamp(min=0)] > 0) | (flag < 0)
+            count = known.sum(0)
+            mean = (flat * known).sum(0) / count.clamp(min=1)
+            square = (((flat - mean) * known) ** 2).sum(0)
+            total = (stat[0] + count).clamp(min=1)
+            shift = mean - stat[1]
+            stat[2] += square + shift**2 * stat[0] * count / total
+            stat[1] += shift * count / total
+            stat[0] += count
+
+    def __call__(self, observation: Observation) -> Observation:
+        return Observation(*(self._scaled(*part) for part in zip(self.parts, self.stats, observation, strict=True)))
+
+    def _scaled(self, columns: tuple[Tensor, ...], stat: Tensor, values: Tensor) -> Tensor:
+        scaled, flag = columns
+        spread = (stat[2] / stat[0].clamp(min=1)).sqrt()
+        ready = (stat[0] > 1) & (spread > 1e-8)
+        mean = torch.where(ready, stat[1], 0.0).to(values.dtype)
+        scale = torch.where(ready, spread, 1.0).to(values.dtype)
+        known = (values[..., flag.clamp(min=0)] > 0) | (flag < 0)
+        normal = ((values - mean) / scale).clamp(-self.limit, self.limit) * known
+        return torch.where(scaled, normal, values)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: stat.cpu() for name, stat in zip(("row", "slot", "candidate"), self.stats, strict=True)}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        for stat, name in zip(self.stats, ("row", "slot", "candidate"), strict=True):
+            stat.copy_(tensors[name])
+
+
+def _columns(fields: tuple[Field, ...]) -> tuple[Tensor, ...]:
+    """(is it scaled, the column of its flag or -1) of every column."""
+    starts, at = {}, 0
+    for field in fields:
+        starts[field.name] = at
+        at += field.width
+    scaled = [field.scaled for field in fields for _ in range(field.width)]
+    flags = [starts[field.known_by] if field.known_by else -1 for field in fields for _ in range(field.width)]
+    return torch.tensor(scaled, dtype=torch.bool), torch.tensor(flags, dtype=torch.int64)

@@ -1,0 +1,60 @@
+"""Policies that follow a plan: waiting, and timed actions.
+
+Legend: N rows, K entries of a script.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, View
+
+
+def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
+    """Full actions [N, heads] as the heads and op numbers of a spec."""
+    number = torch.full((len(LifecycleOp),), -1)
+    number[torch.tensor(spec.ops)] = torch.arange(len(spec.ops))
+    full = full.clone()
+    full[:, Head.OP] = number[full[:, Head.OP]]
+    if bool((full[:, Head.OP] < 0).any()):
+        raise EsperError("a policy chose an op that this action spec does not have")
+    return full[:, list(spec.heads)]
+
+
+class Wait:
+    """Never acts: the no-growth control."""
+
+    def __call__(self, view: View) -> Tensor:
+        return to_spec(view.spec, torch.tensor([[view.spec.defaults[head] for head in Head]]).repeat(len(view.clock), 1))
+
+
+def entry(spec: ActionSpec, epoch: int, op: LifecycleOp, **values: object) -> tuple[int, ...]:
+    """One line of a script: act in this epoch (0 is the first), or in the first one after it that allows it."""
+    full = ActionSpec.full(spec.slots, spec.blueprints).action(op, **values)
+    return epoch, *full
+
+
+class Scripted:
+    """Timed actions, one script per row: each entry is played in its epoch, or as soon after it as the gates allow."""
+
+    def __init__(self, scripts: Sequence[Sequence[tuple[int, ...]]]) -> None:
+        """`scripts`: for each row its entries (see `entry`) in order."""
+        longest = max((len(script) for script in scripts), default=0)
+        never = (2**31, *[0] * len(Head))
+        padded = [[*script, *[never] * (longest + 1 - len(script))] for script in scripts]
+        self.entries = torch.tensor(padded)  # [N, K + 1, 1 + heads]
+        self.at = torch.zeros(len(scripts), dtype=torch.int64)
+
+    def __call__(self, view: View) -> Tensor:
+        if len(view.clock) != len(self.at):
+            raise EsperError(f"{len(self.at)} scripts for {len(view.clock)} rows; give one to each")
+        every = torch.arange(len(self.at))
+        self.at[view.clock == 0] = 0
+        line = self.entries[every, self.at]
+        when, full = line[:, 0], line[:, 1:]
+        allowed = view.verdicts[every, full[:, Head.SLOT], full[:, Head.OP]]
+        acts = (view.clock >= when) & allowed & ~view.done
+        self.at += acts
+        waiting = torch.tensor([view.spec.defaults[head] for head in Head])
+        return to_spec(view.spec, torch.where(acts[:, None], full, waiting))
