@@ -1,0 +1,99 @@
+"""Does the learner learn? Small worlds with known answers, several seeds, both kinds of ratio.
+
+    python experiments/ladder.py --seeds 5
+
+(a) bandit: an op that starts at 1 % probability, one slot and one blueprint are right. (b) cartpole: positions only, with
+and without memory. (c) garden: a lifecycle solved exactly by dynamic programming.
+"""
+
+import math
+import statistics
+from typing import Any
+
+import torch
+
+from esper.leyline import LifecycleOp
+from esper.simic import Collector, PPOAgent, PPOConfig
+from esper.tamiyo import Controller, NetworkConfig
+
+if __package__:
+    from experiments.shared import parser, write
+    from experiments.toys import Bandit, CartPole, Garden
+else:
+    from shared import parser, write
+    from toys import Bandit, CartPole, Garden
+
+SMALL = NetworkConfig(hidden=64, slot=32, candidate=16, trunk=32)
+
+
+def bandit(seed: int, ratio: str = "joint", updates: int = 100) -> dict[str, float]:
+    """(probability of the right op at first, mean reward of the last tenth)."""
+    torch.manual_seed(seed)
+    world, rows = Bandit(64, seed), 64
+    controller = Controller.fresh(world.spec, SMALL, world.observation)
+    odds = 0.01 / 0.99 * (len(world.spec.ops) - 1)
+    controller.network.op_head[-1].bias.detach()[world.spec.ops.index(LifecycleOp.GERMINATE)] = math.log(odds)
+    agent = PPOAgent(controller, PPOConfig(updates=updates, ratio=ratio), seed=seed)
+    collector, buffer, rewards, first = Collector(agent, world, rows), agent.buffer(4, rows), [], math.nan
+    for update in range(updates):
+        last = collector.fill(buffer)
+        if update == 0:
+            first = float((buffer["actions"][..., 0] == world.spec.ops.index(LifecycleOp.GERMINATE)).float().mean())
+        rewards.append(float(buffer["reward"].mean()))
+        agent.update(buffer, last)
+    return {"germinates at first": first, "reward": statistics.mean(rewards[-max(1, updates // 10) :])}
+
+
+def cartpole(seed: int, ratio: str = "joint", memory: bool = True, updates: int = 60, rows: int = 32) -> dict[str, Any]:
+    """Mean return of the last 100 episodes, and the curve of it."""
+    torch.manual_seed(seed)
+    world = CartPole(rows, seed)
+    controller = Controller.fresh(world.spec, NetworkConfig(64, 16, 8, 64, memory), world.observation)
+    config = PPOConfig(updates=updates, ratio=ratio, gamma=0.99, learning_rate=(2e-3, 5e-4), entropy=(0.01, 0.0),
+                       explore=(0.0, 0.0), epochs=6, target_kl=0.05)
+    agent = PPOAgent(controller, config, seed=seed)
+    collector, buffer, curve = Collector(agent, world, rows), agent.buffer(128, rows, chunk=64), []
+    for _ in range(updates):
+        agent.update(buffer, collector.fill(buffer))
+        curve.append(statistics.mean(world.returns[-100:]))
+    return {"steps": updates * rows * 128, "return": curve[-1], "curve": [round(value, 1) for value in curve[4::5]]}
+
+
+def garden(seed: int, ratio: str = "joint", updates: int = 250, rows: int = 128) -> dict[str, Any]:
+    """Share of the optimum that the learned policy reaches when it takes its likeliest actions, and its worst price's."""
+    torch.manual_seed(seed)
+    world = Garden(rows, seed)
+    controller = Controller.fresh(world.spec, SMALL, world.observation)
+    config = PPOConfig(updates=updates, ratio=ratio, entropy=(0.05, 0.001), explore=(0.05, 0.0))
+    agent = PPOAgent(controller, config, seed=seed)
+    collector, buffer = Collector(agent, world, rows), agent.buffer(world.horizon, rows)
+    for _ in range(updates):
+        agent.update(buffer, collector.fill(buffer))
+    exam, hidden = Garden(256, seed + 1), controller.network.get_initial_hidden(256)
+    for _ in range(exam.horizon):
+        _, acted = controller.act(exam.look(), hidden, greedy=True)
+        exam.step(acted.actions)
+        hidden = acted.hidden
+    best = [Garden.optimum(price) for price in range(len(Garden.prices))]
+    mine = [statistics.mean(total for price, total in exam.returns if price == p) for p in range(len(best))]
+    return {"share": sum(mine) / sum(best), "returns": mine, "optimum": best}
+
+
+def main() -> None:
+    options_of = parser(__doc__)
+    options_of.add_argument("--seeds", type=int, default=5)
+    options = options_of.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {}
+    for ratio in ("joint", "per_head"):
+        runs = {"bandit": bandit, "garden": garden, "cartpole": cartpole}
+        for name, run in runs.items():
+            done = result[f"{name}, {ratio}"] = [run(seed, ratio) for seed in range(options.seeds)]
+            print(f"{name}, {ratio}", [{k: v for k, v in one.items() if k != "curve"} for one in done], flush=True)
+    result["cartpole, no memory"] = [cartpole(seed, memory=False) for seed in range(options.seeds)]
+    print("cartpole, no memory", [r["return"] for r in result["cartpole, no memory"]])
+    write(options, "ladder", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,6 @@ Legend: N rows, S slots, K blueprints, T epochs.
 
 import itertools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,9 +42,8 @@ class Bandit:
         self.right = int(torch.randint(3, (), generator=self.generator)), int(torch.randint(4, (), generator=self.generator))
 
     def look(self) -> Glimpse:
-        slot = torch.arange(3.0).view(1, 3, 1).expand(self.rows, 3, 1) / 2
-        number = torch.nn.functional.one_hot(torch.arange(4), 4).float()[:, :1] * 0 + torch.arange(4.0)[:, None] / 3
-        seen = Observation(torch.ones(self.rows, 1), slot.clone(), number.expand(self.rows, 3, 4, 1).clone())
+        slot, number = torch.linspace(0, 1, 3)[:, None], torch.linspace(0, 1, 4)[:, None]
+        seen = Observation(torch.ones(self.rows, 1), slot.repeat(self.rows, 1, 1), number.repeat(self.rows, 3, 1, 1))
         u = torch.rand(self.rows, len(self.spec.heads), generator=self.generator)
         return Glimpse(seen, everything(self.rows, self.spec), torch.ones(self.rows, dtype=torch.bool), u)
 
@@ -183,22 +181,20 @@ class Garden:
 
     @classmethod
     def _after(cls, best: dict, clock: int, state: tuple[int, ...], price: int) -> list[float]:
-        stages, kinds = list(state[::2]), list(state[1::2])
-        moves: list[Callable[[list[int], list[int]], None]] = [lambda s, k: None]
+        """The value of every move: (slot, its new stage, its new kind), or nothing."""
+        stages, kinds = state[::2], state[1::2]
+        moves: list[tuple[int, int, int] | None] = [None]
         for slot in range(2):
-            if stages[slot] == EMPTY:
-                moves += [lambda s, k, at=slot, kind=kind: (s.__setitem__(at, YOUNG), k.__setitem__(at, kind)) for kind in range(3)]
-            if stages[slot] in (YOUNG, GROWN):
-                moves.append(lambda s, k, at=slot: s.__setitem__(at, EMPTY))
-            if stages[slot] == GROWN:
-                moves.append(lambda s, k, at=slot: s.__setitem__(at, KEPT))
+            moves += [(slot, YOUNG, kind) for kind in range(3) if stages[slot] == EMPTY]
+            moves += [(slot, EMPTY, kinds[slot])] * (stages[slot] in (YOUNG, GROWN))
+            moves += [(slot, KEPT, kinds[slot])] * (stages[slot] == GROWN)
         values = []
         for move in moves:
-            after, kind = [GROWN if s == YOUNG else s for s in stages], list(kinds)
-            move(after, kind)
+            after, kind = [GROWN if stage == YOUNG else stage for stage in stages], list(kinds)
+            if move is not None:
+                after[move[0]], kind[move[0]] = move[1:]
             rent = sum(cls.sizes[k] for s, k in zip(after, kind, strict=True) if s > EMPTY)
-            value = -cls.prices[price] * rent / cls.horizon
-            last = clock + 1 == cls.horizon
             paid = sum(cls.worth[slot][k] for slot, (s, k) in enumerate(zip(after, kind, strict=True)) if s == KEPT)
-            values.append(value + (paid if last else best[clock + 1, after[0], kind[0], after[1], kind[1]]))
+            later = paid if clock + 1 == cls.horizon else best[clock + 1, after[0], kind[0], after[1], kind[1]]
+            values.append(later - cls.prices[price] * rent / cls.horizon)
         return values

@@ -17,6 +17,7 @@ COMMANDS = {
     "sweep": ("esper.sweep_cli", "SweepOptions", "run", "play scripted decisions: what is knowledge worth?"),
     "replay": ("esper.replay_cli", "Replay", "run", "run a recorded round again and compare it bit by bit"),
     "bench env": ("esper.bench_env", "EnvBench", "run", "compare the environment with a loop over modules"),
+    "bench rl": ("esper.bench_rl", "RLBench", "run", "compare the learner with sb3-contrib's RecurrentPPO"),
     "bench population": ("esper.bench", "PopulationBench", "run", "compare a population with a loop over modules"),
 }
 """verb -> (module, options, function, what it does); modules are imported when their verb is used."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -109,9 +108,17 @@ class ActionSpec:
     """Move TRAINING seeds to BLENDING as soon as their gate passes, without an ADVANCE."""
     defaults: Mapping[Head, int] = field(default_factory=dict)
     """Indices of heads that are not chosen; heads left out here take Esper's own."""
+    pairs: tuple[tuple[LifecycleOp, Head], ...] = field(init=False, repr=False, compare=False)
+    """(op, head) for every value that an op lets a controller choose behind the slot, in drawing order."""
+    head_sizes: Mapping[Head, int] = field(init=False, repr=False, compare=False)
+    """Number of choices of every head of the full action, chosen by this spec or not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "defaults", MappingProxyType({**_DEFAULTS, **self.defaults}))
+        object.__setattr__(self, "defaults", {**_DEFAULTS, **self.defaults})
+        behind = sorted(set(self.heads) - {Head.OP, Head.SLOT}, key=lambda head: (head is not Head.ALPHA_SPEED, head))
+        pairs = tuple((op, head) for op in self.ops for head in behind if head in _RELEVANT[op])
+        object.__setattr__(self, "pairs", pairs)
+        object.__setattr__(self, "head_sizes", {head: len(choices) for head, choices in self.choices.items()})
         if Head.OP not in self.heads or LifecycleOp.WAIT not in self.ops:
             raise EsperError("an ActionSpec needs the op head and the WAIT op; add them to heads and ops")
         if LifecycleOp.ADVANCE not in self.ops and not self.auto_advance:
@@ -164,18 +171,6 @@ class ActionSpec:
         }
 
     @property
-    def pairs(self) -> tuple[tuple[LifecycleOp, Head], ...]:
-        """(op, head) for every value that an op of this spec lets a controller choose behind the slot, in drawing order."""
-        last = (Head.OP, Head.SLOT)
-        order = sorted(self.heads, key=lambda head: (head is not Head.ALPHA_SPEED, head))
-        return tuple((op, head) for op in self.ops for head in order if head not in last and RELEVANCE[op, head])
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """Number of choices of each head, in the order of `heads`."""
         return tuple(len(self.ops) if head is Head.OP else self.head_sizes[head] for head in self.heads)
-
-    @property
-    def head_sizes(self) -> Mapping[Head, int]:
-        """Number of choices of every head of the full action, chosen by this spec or not."""
-        return {head: len(choices) for head, choices in self.choices.items()}

@@ -92,6 +92,9 @@ class Sequences(NamedTuple):
         return self.valid & self.relevant.any(-1)
 
 
+_PLAIN = ("actions", "log_prob", "head_log_probs", "relevant", "value", "advantage", "target", "valid")
+
+
 class TamiyoRolloutBuffer:
     """`add` all steps, then compute advantages, then draw sequences. What was not added cannot be reached."""
 
@@ -99,8 +102,8 @@ class TamiyoRolloutBuffer:
         self.spec, self.device = spec, torch.device(device)
         lead = (spec.steps, spec.rows)
         self._tails = spec.tails()
-        self._all = {name: torch.zeros(*lead, *tail, dtype=dtype, device=self.device) for name, (tail, dtype) in self._tails.items()}
-        self._all |= {name: torch.zeros(*lead, device=self.device) for name in ("advantage", "target")}
+        tails = self._tails | dict.fromkeys(("advantage", "target"), ((), torch.float32))
+        self._all = {name: torch.zeros(*lead, *tail, dtype=dtype, device=self.device) for name, (tail, dtype) in tails.items()}
         self._hidden = torch.zeros(spec.steps // spec.length, spec.rows, 2, spec.hidden, device=self.device)
         self.reset()
 
@@ -208,10 +211,9 @@ class TamiyoRolloutBuffer:
 
     def _sequences(self, named: dict[str, Tensor], hidden: Tensor) -> Sequences:
         seen = Observation(*(named[f"seen.{name}"] for name in Observation._fields))
-        masks = ActionMasks.from_named(self.spec.spec, {n.partition(".")[2]: t for n, t in named.items() if n.startswith("mask.")})
-        rest = {name: named[name] for name in Sequences._fields if name in named}
-        return Sequences(**(rest | {"seen": seen, "masks": masks, "hidden": hidden,
-                                    "reset": named["reset"] if self._resets_inside else None}))
+        masks = ActionMasks.from_named(self.spec.spec, {name: named[f"mask.{name}"] for name in mask_sizes(self.spec.spec)})
+        plain = {name: named[name] for name in _PLAIN}
+        return Sequences(seen, masks, **plain, reset=named["reset"] if self._resets_inside else None, hidden=hidden)
 
 
 def parts_of(batch: Sequences, pieces: int) -> Iterator[Sequences]:
@@ -221,7 +223,8 @@ def parts_of(batch: Sequences, pieces: int) -> Iterator[Sequences]:
     size = batch.valid.shape[1] // pieces
     for start in range(0, batch.valid.shape[1], size):
         cut = slice(start, start + size)
-        plain = {name: t[:, cut] for name, t in batch._asdict().items() if isinstance(t, Tensor) and name != "hidden"}
-        seen = Observation(*(t[:, cut] for t in batch.seen))
-        masks = ActionMasks(batch.masks.op[:, cut], batch.masks.slot[:, cut], {p: t[:, cut] for p, t in batch.masks.values.items()})
-        yield batch._replace(seen=seen, masks=masks, hidden=batch.hidden[cut], **plain)
+        seen, (op, slot, values) = Observation(*(t[:, cut] for t in batch.seen)), batch.masks
+        masks = ActionMasks(op[:, cut], slot[:, cut], {pair: t[:, cut] for pair, t in values.items()})
+        plain = {name: getattr(batch, name)[:, cut] for name in _PLAIN}
+        reset = None if batch.reset is None else batch.reset[:, cut]
+        yield Sequences(seen, masks, **plain, reset=reset, hidden=batch.hidden[cut])

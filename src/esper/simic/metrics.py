@@ -1,11 +1,11 @@
 """What an update reports, and what in it is alarming."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-REDUCERS = {
+REDUCERS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "max": max,
     "min": min,
@@ -14,53 +14,72 @@ REDUCERS = {
 }
 
 
-def metric(reducer: str, help: str) -> Any:
-    """A field with its reducer over the steps of an update."""
-    if reducer not in REDUCERS:
-        raise TypeError(f"no reducer {reducer!r}; choose from {', '.join(REDUCERS)}")
-    return field(metadata={"reducer": reducer, "help": help})
-
-
 @dataclass(frozen=True)
 class PPOUpdateMetrics:
-    """One update. Numbers by head follow the names of the spec's heads."""
+    """One update; `METRICS` says what each number is. Numbers by head follow the names of the spec's heads."""
 
-    policy_loss: float = metric("mean", "clipped surrogate, per step that had a choice")
-    value_loss: float = metric("mean", "half the squared error of the value, clipped")
-    entropy: float = metric("mean", "of the joint action, in nats")
-    kl: float = metric("mean", "of the joint action from behaviour to now (k3 estimate)")
-    clip_fraction: float = metric("mean", "share of ratios outside the clip range")
-    ratio_max: float = metric("max", "largest joint ratio")
-    ratio_min: float = metric("min", "smallest joint ratio")
-    grad_norm: float = metric("mean", "before clipping")
-    value_error: float = metric("mean", "mean absolute error of the value, in units of its scale")
-    replay_error: float = metric("max", "largest difference of a replayed from a stored log-probability or value, first step")
-    head_entropy: dict[str, float] = metric("mean", "conditional entropy of each head, as a share of its most")
-    head_grad_norm: dict[str, float] = metric("mean", "gradient norm of each head's own weights")
-    head_learnable: dict[str, float] = metric("last", "share of steps at which each head mattered and had a choice")
-    advantage_mean: float = metric("last", "before normalisation")
-    advantage_std: float = metric("last", "before normalisation")
-    explained_variance: float = metric("last", "of returns by values, before the update")
-    steps: int = metric("sum", "optimiser steps taken")
-    skipped: int = metric("sum", "steps left out for a non-finite gradient")
-    stopped_early: bool = metric("last", "the joint KL passed its limit")
-    learning_rate: float = metric("last", "of this update")
-    anomalies: tuple["Anomaly", ...] = metric("last", "open when the update ended")
-
-
-def check_reducers(kind: type) -> None:
-    missing = [f.name for f in fields(kind) if "reducer" not in f.metadata]
-    if missing:
-        raise TypeError(f"{kind.__name__} has no reducer for {', '.join(missing)}; declare them with metric()")
+    policy_loss: float
+    value_loss: float
+    entropy: float
+    kl: float
+    clip_fraction: float
+    ratio_max: float
+    ratio_min: float
+    grad_norm: float
+    value_error: float
+    replay_error: float
+    head_entropy: dict[str, float]
+    head_grad_norm: dict[str, float]
+    head_learnable: dict[str, float]
+    advantage_mean: float
+    advantage_std: float
+    explained_variance: float
+    steps: int
+    skipped: int
+    stopped_early: bool
+    learning_rate: float
+    anomalies: tuple["Anomaly", ...]
 
 
-check_reducers(PPOUpdateMetrics)
+METRICS = {
+    "policy_loss": ("mean", "clipped surrogate, per step that had a choice"),
+    "value_loss": ("mean", "half the squared error of the value, clipped"),
+    "entropy": ("mean", "of the joint action, in nats"),
+    "kl": ("mean", "of the joint action from behaviour to now (k3 estimate)"),
+    "clip_fraction": ("mean", "share of ratios outside the clip range"),
+    "ratio_max": ("max", "largest joint ratio"),
+    "ratio_min": ("min", "smallest joint ratio"),
+    "grad_norm": ("mean", "before clipping"),
+    "value_error": ("mean", "mean absolute error of the value, in units of its scale"),
+    "replay_error": ("max", "largest difference of a replayed from a stored log-probability or value, first step"),
+    "head_entropy": ("mean", "conditional entropy of each head, as a share of its most"),
+    "head_grad_norm": ("mean", "gradient norm of each head's own weights"),
+    "head_learnable": ("last", "share of steps at which each head mattered and had a choice"),
+    "advantage_mean": ("last", "before normalisation"),
+    "advantage_std": ("last", "before normalisation"),
+    "explained_variance": ("last", "of returns by values, before the update"),
+    "steps": ("sum", "optimiser steps taken"),
+    "skipped": ("sum", "steps left out for a non-finite gradient"),
+    "stopped_early": ("last", "the joint KL passed its limit"),
+    "learning_rate": ("last", "of this update"),
+    "anomalies": ("last", "open when the update ended"),
+}
+"""metric -> (how the steps of an update become one number, what it is)"""
+
+
+def check_metrics(kind: type, table: Mapping[str, tuple[str, str]]) -> None:
+    names = {f.name for f in fields(kind)}
+    if names != set(table) or not {reducer for reducer, _ in table.values()} <= set(REDUCERS):
+        raise TypeError(f"{kind.__name__} and its table differ in {', '.join(sorted(names ^ set(table))) or 'reducers'}; "
+                        f"give every metric one of {', '.join(REDUCERS)}")
+
+
+check_metrics(PPOUpdateMetrics, METRICS)
 
 
 def reduced(name: str, values: list[float]) -> float:
     """The values of one metric over an update as one number; NaN if there are none."""
-    reducer = {f.name: f.metadata["reducer"] for f in fields(PPOUpdateMetrics)}[name]
-    return float(REDUCERS[reducer](values)) if values else math.nan
+    return float(REDUCERS[METRICS[name][0]](values)) if values else math.nan
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from esper.leyline.storage import plain, read_state, rebuilt, write_state
 from esper.simic.advantages import compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
-from esper.tamiyo import ActionDistribution, ActionMasks, Controller, FactoredRecurrentActorCritic
+from esper.tamiyo import ActionDistribution, Controller, FactoredRecurrentActorCritic
 
 RATIOS = ("joint", "per_head")
 
@@ -73,14 +73,6 @@ class Knobs(NamedTuple):
     value_clip: Tensor
 
 
-class Losses(NamedTuple):
-    """Sums over a batch, divided by what the whole minibatch holds."""
-
-    loss: Tensor
-    numbers: Tensor  # [len(NUMBERS)]
-    heads: Tensor  # [2, H]: entropy shares and their weights
-
-
 NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error", "ratio_max", "ratio_min", "replay_error")
 _EXTREMES = NUMBERS.index("ratio_max")  # from here on pieces of a minibatch are combined by their extremes
 
@@ -95,6 +87,7 @@ class PPOAgent:
         self.updates = 0
         self.generator = torch.Generator().manual_seed(seed)
         self.optimizer = self._optimizer()
+        self._parameters = list(self.network.parameters())
         wrap: Callable[[Any], Any] = _compiled if compile else _as_it_is
         self._encode, self._cell, self._losses = (wrap(f) for f in (self.network.encode, self.network.cell, self._loss))
 
@@ -110,8 +103,9 @@ class PPOAgent:
         critic = [p for name, p in self.network.named_parameters() if name.startswith("value_head.")]
         rest = [p for name, p in self.network.named_parameters() if not name.startswith("value_head.")]
         groups = [{"params": rest, "weight_decay": 0.0}, {"params": critic, "weight_decay": self.config.critic_decay}]
-        fused = self.device.type == "cuda"
-        return torch.optim.AdamW(groups, lr=self.config.learning_rate[0], eps=self.config.adam_eps, fused=fused, foreach=not fused)
+        fused = self.device.type in ("cpu", "cuda")  # other devices have no fused step
+        start, _ = self.config.learning_rate
+        return torch.optim.AdamW(groups, lr=start, eps=self.config.adam_eps, fused=fused, foreach=not fused)
 
     def buffer(self, steps: int, rows: int, chunk: int = 0) -> TamiyoRolloutBuffer:
         """A rollout that fits this agent."""
@@ -137,15 +131,17 @@ class PPOAgent:
         lr = self.scheduled(self.config.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        log, stopped, skipped = self._learn(buffer, self._knobs())
+        knobs = self._knobs()
+        entropies, log, stopped, skipped = self._learn(buffer, knobs)
         self.updates += 1
         heads = self._names()
-        before = torch.cat([torch.stack([mean, std]), summary]).tolist()
-        by_head = {"head_learnable": dict(zip(heads, before[3:], strict=True)),
-                   "head_entropy": {h: reduced("head_entropy", [e["head_entropy"][h] for e in log]) for h in heads},
-                   "head_grad_norm": {h: reduced("head_grad_norm", [e["head_grad_norm"][h] for e in log]) for h in heads}}
-        numbers = {name: reduced(name, [e[name] for e in log]) for name in (*NUMBERS[:-1], "grad_norm")}
-        numbers["replay_error"] = log[0]["replay_error"] if log else math.nan
+        before = torch.cat([torch.stack([mean, std]), summary, entropies]).tolist()
+        by_head: dict[str, Any] = {
+            "head_learnable": dict(zip(heads, before[3:], strict=False)),
+            "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True)),
+            "head_grad_norm": {head: reduced("head_grad_norm", [entry[head] for entry in log]) for head in heads}}
+        numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in (*NUMBERS, "grad_norm")}
+        numbers["replay_error"] = log[0]["replay_error"]
         buffer.reset()
         return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
                                 explained_variance=before[2], steps=len(log) - skipped - stopped, skipped=skipped,
@@ -182,13 +178,16 @@ class PPOAgent:
 
     def _knobs(self) -> Knobs:
         values = torch.tensor([self.explore, self.scheduled(self.config.entropy), self.config.clip], device=self.device)
-        return Knobs(*values.unbind(), self.config.value_clip * self.network.value_scale)
+        explore, entropy, clip = values.unbind()
+        return Knobs(explore, entropy, clip, self.config.value_clip * self.network.value_scale)
 
-    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[str, Any]], int, int]:
-        log: list[dict[str, Any]] = []
-        skipped = 0
+    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[Tensor, list[dict[str, float]], int, int]:
+        """(entropies of the heads before it, numbers of every optimiser step, was it stopped, how many steps were skipped)."""
+        log: list[dict[str, float]] = []
+        entropies, skipped = torch.empty(0), 0
         for _ in range(self.config.epochs):
             for batch in buffer.get_batched_sequences(self.config.minibatches, self.generator):
+                entropies = entropies if log else self._head_entropies(batch, knobs)
                 entry = self._gradient(batch, knobs)
                 log.append(entry)
                 if len(log) == 1 and entry["replay_error"] > self.config.replay_tolerance:
@@ -198,39 +197,43 @@ class PPOAgent:
                 if not math.isfinite(entry["grad_norm"]):
                     skipped += 1
                 elif entry["kl"] > self.config.kl_stop * self.config.target_kl:
-                    return log, 1, skipped
+                    return entropies, log, 1, skipped
                 else:
                     self.optimizer.step()
-        return log, 0, skipped
+        return entropies, log, 0, skipped
 
-    def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[str, Any]:
-        """Gradients of one minibatch, clipped, and its numbers; they come to the host in one transfer."""
-        self.optimizer.zero_grad(set_to_none=False)
+    @torch.no_grad()
+    def _head_entropies(self, batch: Sequences, knobs: Knobs) -> Tensor:
+        """[H]: conditional entropies as shares of their most, weighted by how likely a head is asked."""
+        decided, _ = self.network(batch.seen, batch.hidden, batch.reset)
+        distribution = ActionDistribution(self.network.spec, decided.logits, batch.masks, knobs.explore, validate=False)
+        share, asked = distribution.head_entropies()
+        asked = torch.where(batch.valid[..., None], asked, 0.0)
+        return (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-12)
+
+    def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[str, float]:
+        """Gradients of one minibatch, clipped, and its numbers, the heads' gradient norms among them, in one transfer."""
+        self.optimizer.zero_grad()
         chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
-        numbers, heads = [], []
+        numbers = []
         pieces = parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]
         for piece in pieces:
             encoded = self._encode(piece.seen)
             memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset, self._cell)
-            losses = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
-            losses.loss.backward()
-            numbers.append(losses.numbers)
-            heads.append(losses.heads)
+            loss, told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
+            loss.backward()
+            numbers.append(told)
         each = torch.stack(numbers)
         most, least = each.amax(0), each.amin(0)
         combined = torch.cat([each[:, :_EXTREMES].sum(0), most[[_EXTREMES]], least[[_EXTREMES + 1]], most[[_EXTREMES + 2]]])
-        norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in self._own_weights()]
-        norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.max_grad_norm)
-        total = torch.stack(heads).sum(0)
-        listed = torch.cat([combined, norm[None], torch.stack(norms), total[0] / total[1].clamp(min=1e-12)]).tolist()
-        names, at = self._names(), len(NUMBERS) + 1
-        return dict(zip((*NUMBERS, "grad_norm"), listed, strict=False)) | {
-            "head_grad_norm": dict(zip(names, listed[at:], strict=False)),
-            "head_entropy": dict(zip(names, listed[at + len(names) :], strict=True))}
+        raw = torch.stack(self._head_norms())
+        norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
+        listed = torch.cat([combined, norm[None], raw]).tolist()
+        return dict(zip((*NUMBERS, "grad_norm", *self._names()), listed, strict=True))
 
     def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs, chosen: Tensor,
-              valid: Tensor) -> Losses:
-        """Surrogate, value and entropy of some sequences; `chosen` and `valid` count the whole minibatch."""
+              valid: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, NUMBERS) of some sequences, as their share of a minibatch with so many `chosen` and `valid` steps."""
         network, config = self.network, self.config
         logits, value = network.decide(memory, slot, candidate)
         distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)
@@ -254,9 +257,7 @@ class PPOAgent:
             drift = torch.where(batch.valid, (value - batch.value).abs(), 0.0) / network.value_scale
             replay = torch.maximum(moved.abs(), drift).amax()
             numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin(), replay])
-            shares, asked = distribution.head_entropies()
-            asked = torch.where(batch.valid[..., None], asked, 0.0)
-        return Losses(loss, numbers, torch.stack([(shares * asked).sum((0, 1)), asked.sum((0, 1))]))
+        return loss, numbers
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
         """[L, B]: a clipped surrogate for each head that mattered and had a choice, all over the same denominator."""
@@ -270,11 +271,12 @@ class PPOAgent:
     def _names(self) -> list[str]:
         return [head.name.lower() for head in self.network.spec.heads]
 
-    def _own_weights(self) -> list[list[nn.Parameter]]:
-        """The last weights of each head, in the order of the spec."""
+    def _head_norms(self) -> list[Tensor]:
+        """Gradient norms of the last weights of each head, in the order of the spec."""
         net = self.network
-        own = {Head.OP: net.op_head, Head.SLOT: net.slot_pointer}
-        return [list((own[head] if head in own else net.heads[head.name.lower()]).parameters()) for head in net.spec.heads]
+        own = {Head.OP: net.op_head[-1], Head.SLOT: net.slot_pointer}
+        last = (own[head] if head in own else net.heads[head.name.lower()] for head in net.spec.heads)
+        return [layer.weight.grad.norm() for layer in last]  # type: ignore[operator, union-attr]
 
     def save(self, path: str | Path) -> None:
         """Everything that the next update depends on, in one file."""

@@ -54,8 +54,8 @@ class Controller:
 
     def act(self, glimpse: Glimpse, hidden: Tensor, explore: float = 0.0, greedy: bool = False) -> tuple[Observation, Acted]:
         """(what was seen, scaled; what was done) in one step; rows to reset start with an empty memory."""
-        seen = self.normaliser(glimpse.seen)
-        return seen, self.network.get_action(seen, glimpse.masks, emptied(hidden, glimpse.reset), None if greedy else glimpse.u, explore)
+        seen, hidden = self.normaliser(glimpse.seen), emptied(hidden, glimpse.reset)
+        return seen, self.network.get_action(seen, glimpse.masks, hidden, None if greedy else glimpse.u, explore)
 
     @torch.no_grad()
     def value(self, seen: Observation, hidden: Tensor) -> Tensor:

@@ -83,8 +83,8 @@ class ActionLogits(NamedTuple):
         for pair, zeros in values.items():
             if _by_speed(spec, pair):
                 values[pair] = zeros.unsqueeze(-2).repeat_interleave(len(ALPHA_SPEEDS), -2)
-        return cls(*(torch.zeros_like(t, dtype=torch.float32) for t in (masks.op, masks.slot)),
-                   {pair: torch.zeros_like(t) for pair, t in values.items()})
+        op, slot = (torch.zeros_like(mask, dtype=torch.float32) for mask in (masks.op, masks.slot))
+        return cls(op, slot, {pair: torch.zeros_like(t) for pair, t in values.items()})
 
 
 class Scored(NamedTuple):

@@ -29,7 +29,7 @@ class NetworkConfig:
     """Width of the features and of the memory."""
     slot: int = 64
     """Width of a slot's encoding."""
-    candidate: int = 32
+    candidate: int = 16
     """Width of a candidate's encoding."""
     trunk: int = 64
     """Width behind which the heads split."""
@@ -115,18 +115,22 @@ class FactoredRecurrentActorCritic(nn.Module):
         nn.init.orthogonal_(self.value_head[-1].weight, 1.0)  # type: ignore[arg-type]
         nn.init.orthogonal_(self.trunk_op, 1.0)
         hidden = self.config.hidden
-        for weight in (self.lstm.weight_ih_l0, self.lstm.weight_hh_l0):
-            for gate in weight.detach().split(hidden):
-                nn.init.orthogonal_(gate)
-        nn.init.zeros_(self.lstm.bias_hh_l0)
-        nn.init.zeros_(self.lstm.bias_ih_l0)
-        self.lstm.bias_ih_l0.detach()[hidden : 2 * hidden].fill_(1.0)  # the forget gate starts open; its other bias is zero
+        inward, inner, *biases = self._lstm_weights()
+        for gate in (*inward.detach().split(hidden), *inner.detach().split(hidden)):
+            nn.init.orthogonal_(gate)
+        for bias in biases:
+            nn.init.zeros_(bias)
+        biases[0].detach()[hidden : 2 * hidden].fill_(1.0)  # the forget gate starts open; its other bias is zero
+
+    def _lstm_weights(self) -> list[nn.Parameter]:
+        """Of inputs, of the memory, and the two biases."""
+        return [p for _, p in self.lstm.named_parameters()]
 
     @torch.no_grad()
     def rescale_value(self, scale: Tensor) -> None:
         """Let the value head work in other units; what it says stays the same."""
         for parameter in self.value_head[-1].parameters():
-            parameter *= self.value_scale / scale
+            parameter.mul_(self.value_scale / scale)
         self.value_scale.copy_(scale)
 
     def bound_to(self, spec: ActionSpec) -> "FactoredRecurrentActorCritic":
@@ -145,9 +149,9 @@ class FactoredRecurrentActorCritic(nn.Module):
     def encode(self, seen: Observation) -> Encoded:
         """Everything in front of the memory."""
         candidate = self.candidate_encoder(seen.candidate)
-        pooled = torch.cat([seen.slot, candidate.mean(-2), candidate.amax(-2)], -1)
+        pooled = torch.cat([seen.slot, candidate.mean(-2), candidate.max(-2).values], -1)
         slot = self.slot_encoder(pooled)
-        return Encoded(self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.amax(-2)], -1)), slot, candidate)
+        return Encoded(self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.max(-2).values], -1)), slot, candidate)
 
     def remember(self, features: Tensor, hidden: Tensor, reset: Tensor | None, cell: Cell | None = None) -> tuple[Tensor, Tensor]:
         """(outputs [T, B, H], hidden) of the LSTM; `reset` bool [T, B] empties the memory in front of a step.
@@ -161,10 +165,11 @@ class FactoredRecurrentActorCritic(nn.Module):
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
                 out, (h, c) = self.lstm(features, (hidden[None, :, 0].contiguous(), hidden[None, :, 1].contiguous()))
             return out, torch.stack([h[0], c[0]], 1)
-        inputs = nn.functional.linear(features, self.lstm.weight_ih_l0, self.lstm.bias_ih_l0 + self.lstm.bias_hh_l0)
+        inward, inner, *biases = self._lstm_weights()
+        inputs = nn.functional.linear(features, inward, biases[0] + biases[1])
         (h, c), keep, outs = hidden.unbind(1), (~reset).to(features.dtype).unsqueeze(-1), []
         for step in range(len(features)):
-            h, c = cell(inputs[step], h, c, keep[step], self.lstm.weight_hh_l0)
+            h, c = cell(inputs[step], h, c, keep[step], inner)
             outs.append(h)
         return torch.stack(outs), torch.stack([h, c], 1)
 
@@ -187,11 +192,12 @@ class FactoredRecurrentActorCritic(nn.Module):
         for op, head in self.spec.pairs:
             out = self.heads[head.name.lower()](trunk[..., self.acting.index(op), :, :])  # [T, B, S, width]
             if head is Head.BLUEPRINT:
-                out = torch.einsum("...kc,...c->...k", candidate, out)
+                out = (candidate * out.unsqueeze(-2)).sum(-1)
             elif head is Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads:
                 out = out.unflatten(-1, (len(ALPHA_SPEEDS), -1))
             values[op, head] = out
-        return Decided(ActionLogits(self.op_head(state), torch.stack(slots, -2), values), self.value_scale * self.value_head(state).squeeze(-1))
+        logits = ActionLogits(self.op_head(state), torch.stack(slots, -2), values)
+        return Decided(logits, self.value_scale * self.value_head(state).squeeze(-1))
 
     def forward(self, seen: Observation, hidden: Tensor | None = None, reset: Tensor | None = None) -> tuple[Decided, Tensor]:
         """(logits and values of a sequence [T, B, ...], hidden behind it)."""
@@ -203,8 +209,8 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None) -> None:
         width, rows = self.observation.widths, tuple(seen.row.shape[:2])
-        lead = (*rows, self.spec.slots)
-        expected = {"row": (*rows, width[0]), "slot": (*lead, width[1]), "candidate": (*lead, len(self.spec.blueprints), width[2])}
+        slots, kinds = self.spec.slots, len(self.spec.blueprints)
+        expected = {"row": (*rows, width[0]), "slot": (*rows, slots, width[1]), "candidate": (*rows, slots, kinds, width[2])}
         for name, shape in expected.items():
             tensor = getattr(seen, name)
             if tensor.dim() != len(shape) or tensor.shape != shape:

@@ -154,7 +154,7 @@ class Normaliser:
 
     def update(self, observation: Observation, rows: Tensor | None = None) -> None:
         """Count the rows [...] (bool, None is all) of a raw observation."""
-        for (scaled, flag), stat, values in zip(self.parts, self.stats, observation, strict=True):
+        for (_, flag), stat, values in zip(self.parts, self.stats, observation, strict=True):
             kept = values if rows is None else values[rows]
             flat = kept.reshape(-1, values.shape[-1]).double()
             known = (flat[:, flag.clamp(min=0)] > 0) | (flag < 0)

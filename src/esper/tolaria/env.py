@@ -24,8 +24,8 @@ from esper.leyline import (
     Head,
     LifecycleOp,
     Rollback,
-    SeedStage,
     Seeds,
+    SeedStage,
     StateFormatError,
     View,
 )

@@ -1,0 +1,86 @@
+"""sb3-contrib's RecurrentPPO for `esper bench rl`: same widths, sequences, minibatches and epochs, on as many numbers."""
+
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from sb3_contrib import RecurrentPPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from stable_baselines3.common.vec_env import VecEnv
+from torch import Tensor, nn
+
+
+class Features(BaseFeaturesExtractor):
+    """As wide as Esper's; most of its weights are in front of the memory too."""
+
+    def __init__(self, space: gymnasium.spaces.Box, hidden: int) -> None:
+        super().__init__(space, hidden)
+        inner = 64
+        self.net = nn.Sequential(nn.Linear(space.shape[0], inner), nn.ReLU(), nn.Linear(inner, hidden), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+class Noise(VecEnv):
+    """Episodes of random observations and rewards, all of the same length."""
+
+    def __init__(self, rows: int, steps: int, width: int, sizes: tuple[int, ...]) -> None:
+        super().__init__(rows, gymnasium.spaces.Box(0, 1, (width,), np.float32), gymnasium.spaces.MultiDiscrete(sizes))
+        self.steps, self.at, self.random = steps, 0, np.random.default_rng(0)
+
+    def _seen(self) -> Any:
+        return self.random.random((self.num_envs, *self.observation_space.shape), np.float32)
+
+    def reset(self) -> Any:
+        self.at = 0
+        return self._seen()
+
+    def step_async(self, actions: Any) -> None: ...
+
+    def step_wait(self) -> Any:
+        self.at = (self.at + 1) % self.steps
+        seen, over = self._seen(), np.full(self.num_envs, self.at == 0)
+        infos = [{"terminal_observation": row} if self.at == 0 else {} for row in seen]
+        return seen, self.random.random(self.num_envs, np.float32), over, infos
+
+    def close(self) -> None: ...
+
+    def get_attr(self, *args: Any, **options: Any) -> Any:
+        return [None] * self.num_envs
+
+    def set_attr(self, *args: Any, **options: Any) -> None: ...
+
+    def env_method(self, *args: Any, **options: Any) -> Any:
+        return [None] * self.num_envs
+
+    def env_is_wrapped(self, *args: Any, **options: Any) -> Any:
+        return [False] * self.num_envs
+
+
+class _Nothing(BaseCallback):
+    def _on_step(self) -> bool:
+        return True
+
+
+class Theirs:
+    """One learner, `width` numbers in and `sizes` choices out."""
+
+    def __init__(self, rows: int, steps: int, epochs: int, minibatches: int, hidden: int, width: int, sizes: tuple[int, ...]) -> None:
+        torch.manual_seed(0)
+        policy = {"lstm_hidden_size": hidden, "shared_lstm": True, "enable_critic_lstm": False, "net_arch": [64],
+                  "features_extractor_class": Features, "features_extractor_kwargs": {"hidden": hidden}}
+        self.model = RecurrentPPO("MlpLstmPolicy", Noise(rows, steps, width, sizes), n_steps=steps, n_epochs=epochs,
+                                  batch_size=rows * steps // minibatches, device="cpu", policy_kwargs=policy)
+        self.parameters = sum(p.numel() for p in self.model.policy.parameters())
+        _, self.callback = self.model._setup_learn(10**9, _Nothing())
+
+    def seconds(self) -> float:
+        self.model.collect_rollouts(self.model.env, self.callback, self.model.rollout_buffer, self.model.n_steps)
+        started = time.perf_counter()
+        self.model.train()
+        return time.perf_counter() - started
