@@ -34,7 +34,7 @@ def everything(rows: int, spec: ActionSpec) -> ActionMasks:
 class Bandit:
     """One step: GERMINATE the right blueprint in the right slot is worth 1, anything else nothing."""
 
-    observation = ObservationSpec((Field("constant"),), (Field("position"),), (Field("number"),))
+    observation = ObservationSpec((Field("constant"),), (Field("which", 3),), (Field("which", 4),))
     spec = ActionSpec.decisive(3, ("a", "b", "c", "d"))
 
     def __init__(self, rows: int, seed: int) -> None:
@@ -42,8 +42,7 @@ class Bandit:
         self.right = int(torch.randint(3, (), generator=self.generator)), int(torch.randint(4, (), generator=self.generator))
 
     def look(self) -> Glimpse:
-        slot, number = torch.linspace(0, 1, 3)[:, None], torch.linspace(0, 1, 4)[:, None]
-        seen = Observation(torch.ones(self.rows, 1), slot.repeat(self.rows, 1, 1), number.repeat(self.rows, 3, 1, 1))
+        seen = Observation(torch.ones(self.rows, 1), torch.eye(3).repeat(self.rows, 1, 1), torch.eye(4).repeat(self.rows, 3, 1, 1))
         u = torch.rand(self.rows, len(self.spec.heads), generator=self.generator)
         return Glimpse(seen, everything(self.rows, self.spec), torch.ones(self.rows, dtype=torch.bool), u)
 

@@ -112,7 +112,8 @@ def run_rl_bench(config: RLBench) -> dict[str, Any]:
         from esper.bench_sb3 import Theirs
         spec, (row, slot, candidate) = learners["esper"].agent.network.spec, OBSERVATION.widths
         width = row + spec.slots * (slot + len(spec.blueprints) * candidate)
-        learners["sb3-contrib"] = Theirs(config.rows, config.steps, config.epochs, config.minibatches, config.hidden, width, spec.sizes)
+        shape = (config.rows, config.steps, config.epochs, config.minibatches)
+        learners["sb3-contrib"] = Theirs(*shape, config.hidden, width, spec.sizes)
     seconds: dict[str, list[float]] = {name: [] for name in learners}
     for number in range(config.updates + 2):  # the first two are rehearsals
         for name, learner in learners.items():

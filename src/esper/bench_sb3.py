@@ -70,7 +70,8 @@ class _Nothing(BaseCallback):
 class Theirs:
     """One learner, `width` numbers in and `sizes` choices out."""
 
-    def __init__(self, rows: int, steps: int, epochs: int, minibatches: int, hidden: int, width: int, sizes: tuple[int, ...]) -> None:
+    def __init__(self, rows: int, steps: int, epochs: int, minibatches: int, hidden: int, width: int,
+                 sizes: tuple[int, ...]) -> None:
         torch.manual_seed(0)
         policy = {"lstm_hidden_size": hidden, "shared_lstm": True, "enable_critic_lstm": False, "net_arch": [64],
                   "features_extractor_class": Features, "features_extractor_kwargs": {"hidden": hidden}}

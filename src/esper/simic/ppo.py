@@ -209,7 +209,7 @@ class PPOAgent:
         distribution = ActionDistribution(self.network.spec, decided.logits, batch.masks, knobs.explore, validate=False)
         share, asked = distribution.head_entropies()
         asked = torch.where(batch.valid[..., None], asked, 0.0)
-        return (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-12)
+        return (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-30)
 
     def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[str, float]:
         """Gradients of one minibatch, clipped, and its numbers, the heads' gradient norms among them, in one transfer."""

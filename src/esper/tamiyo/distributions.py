@@ -155,7 +155,6 @@ class ActionDistribution:
             scores[pair[1]] = torch.where(mine, given.log_prob(chosen[pair[1]]), scores[pair[1]])
             relevant[pair[1]] = torch.where(mine, given.choices > 1, relevant[pair[1]])
         heads, matters = (torch.stack([part[head] for head in spec.heads], -1) for part in (scores, relevant))
-        heads = torch.where(matters, heads, 0.0)
         return Scored(heads.sum(-1), heads, matters)
 
     def entropy(self) -> Tensor:
@@ -188,7 +187,7 @@ class ActionDistribution:
             total = torch.zeros_like(self.op.probs[..., 0])
             weights.append(sum((_behind(weight, batch) for _, weight in choosing), total))
             parts = (_behind(w * t.entropy() / m, batch) for (t, w), m in zip(choosing, most, strict=True))
-            shares.append(sum(parts, total) / weights[-1].clamp(min=1e-12))
+            shares.append(sum(parts, total) / weights[-1].clamp(min=1e-30))
         return torch.stack(shares, -1), torch.stack(weights, -1)
 
     def _weighted(self, pair: Pair, asked: Tensor) -> tuple[MaskedCategorical, Tensor]:
