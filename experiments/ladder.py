@@ -59,12 +59,12 @@ def cartpole(seed: int, ratio: str = "joint", memory: bool = True, updates: int 
     return {"steps": updates * rows * 128, "return": curve[-1], "curve": [round(value, 1) for value in curve[4::5]]}
 
 
-def garden(seed: int, ratio: str = "joint", updates: int = 250, rows: int = 128) -> dict[str, Any]:
+def garden(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128) -> dict[str, Any]:
     """Share of the optimum that the learned policy reaches when it takes its likeliest actions, and its worst price's."""
     torch.manual_seed(seed)
     world = Garden(rows, seed)
     controller = Controller.fresh(world.spec, SMALL, world.observation)
-    config = PPOConfig(updates=updates, ratio=ratio, entropy=(0.05, 0.001), explore=(0.05, 0.0))
+    config = PPOConfig(updates=updates, ratio=ratio, entropy=(0.2, 0.001), explore=(0.05, 0.0))
     agent = PPOAgent(controller, config, seed=seed)
     collector, buffer = Collector(agent, world, rows), agent.buffer(world.horizon, rows)
     for _ in range(updates):

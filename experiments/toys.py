@@ -42,7 +42,8 @@ class Bandit:
         self.right = int(torch.randint(3, (), generator=self.generator)), int(torch.randint(4, (), generator=self.generator))
 
     def look(self) -> Glimpse:
-        seen = Observation(torch.ones(self.rows, 1), torch.eye(3).repeat(self.rows, 1, 1), torch.eye(4).repeat(self.rows, 3, 1, 1))
+        slot, candidate = torch.eye(3).repeat(self.rows, 1, 1), torch.eye(4).repeat(self.rows, 3, 1, 1)
+        seen = Observation(torch.ones(self.rows, 1), slot, candidate)
         u = torch.rand(self.rows, len(self.spec.heads), generator=self.generator)
         return Glimpse(seen, everything(self.rows, self.spec), torch.ones(self.rows, dtype=torch.bool), u)
 

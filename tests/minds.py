@@ -80,7 +80,8 @@ class Chance:
         return Outcome(reward.to(self.device), done.to(self.device), truncated.to(self.device), self._seen())
 
 
-def agent(spec: ActionSpec = SPEC, seed: int = 0, device: str = "cpu", network: NetworkConfig = TINY, **options: object) -> PPOAgent:
+def agent(spec: ActionSpec = SPEC, seed: int = 0, device: str = "cpu", network: NetworkConfig = TINY,
+          **options: object) -> PPOAgent:
     torch.manual_seed(seed)
     settings: dict[str, object] = {"minibatches": 1, "epochs": 1, "target_kl": 1e9} | options
     return PPOAgent(Controller.fresh(spec, network, SEES, device), PPOConfig(**settings), seed=seed)  # type: ignore[arg-type]

@@ -79,8 +79,8 @@ def test_the_joint_distribution_equals_enumeration(name: str, explore: float) ->
     masks = random_masks(spec, 6, generator)
     distribution = ActionDistribution(spec, random_logits(spec, masks, generator), masks, explore)
     actions = torch.tensor(list(every_action(spec)))
-    repeated = [ActionDistribution(spec, *_row(spec, masks, distribution, row, len(actions)), 0.0, validate=False) for row in range(6)]
-    joint = torch.stack([d.score(actions).joint for d in repeated])  # [rows, actions]
+    rows = [_row(spec, masks, distribution, row, len(actions)) for row in range(6)]
+    joint = torch.stack([ActionDistribution(spec, *row, 0.0, validate=False).score(actions).joint for row in rows])
     possible = _possible(spec, masks, actions)
     probability = torch.where(possible, joint.exp(), 0.0)
     torch.testing.assert_close(probability.sum(1), torch.ones(6))
@@ -88,9 +88,9 @@ def test_the_joint_distribution_equals_enumeration(name: str, explore: float) ->
     torch.testing.assert_close((probability * surprise).sum(1), distribution.entropy(), atol=1e-5, rtol=1e-5)
     drawn = distribution.sample(torch.rand(6, len(spec.heads), generator=generator))
     assert all(tuple(action) in set(every_action(spec)) for action in drawn.tolist())
-    rows = [actions.tolist().index(action) for action in drawn.tolist()]
-    assert bool(possible[torch.arange(6), rows].all())
-    torch.testing.assert_close(distribution.score(drawn).joint, joint[torch.arange(6), rows])
+    found = [actions.tolist().index(action) for action in drawn.tolist()]
+    assert bool(possible[torch.arange(6), found].all())
+    torch.testing.assert_close(distribution.score(drawn).joint, joint[torch.arange(6), found])
     assert float(distribution.score(distribution.mode()).joint.min()) > -20
 
 

@@ -206,15 +206,16 @@ def test_observations_belong_to_their_rows() -> None:
 
 
 def test_scaling_counts_every_measured_value_once() -> None:
-    spec = ObservationSpec((Field("flag"), Field("a", 2, True), Field("b", 1, True, "flag")), (Field("s", 1, True),), (Field("c"),))
+    row = (Field("flag"), Field("a", 2, True), Field("b", 1, True, "flag"))
+    spec = ObservationSpec(row, (Field("s", 1, True),), (Field("c"),))
     generator = torch.Generator().manual_seed(0)
     normaliser, rows = Normaliser(spec), []
     for count in (3, 50, 7):
-        row = 5 + 3 * torch.randn(count, 4, generator=generator)
-        row[:, 0] = (torch.rand(count, generator=generator) < 0.5).float()
-        row[:, 3] *= row[:, 0]
-        rows.append(row)
-        normaliser.update(Observation(row, torch.randn(count, 2, 1, generator=generator), torch.zeros(count, 2, 2, 1)))
+        part = 5 + 3 * torch.randn(count, 4, generator=generator)
+        part[:, 0] = (torch.rand(count, generator=generator) < 0.5).float()
+        part[:, 3] *= part[:, 0]
+        rows.append(part)
+        normaliser.update(Observation(part, torch.randn(count, 2, 1, generator=generator), torch.zeros(count, 2, 2, 1)))
     every = torch.cat(rows)
     out = normaliser(Observation(every, torch.zeros(60, 2, 1), torch.full((60, 2, 2, 1), 9.0)))
     known = every[:, 0] > 0

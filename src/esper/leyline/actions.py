@@ -114,7 +114,7 @@ class ActionSpec:
     """Number of choices of every head of the full action, chosen by this spec or not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "defaults", {**_DEFAULTS, **self.defaults})
+        object.__setattr__(self, "defaults", {head: int(index) for head, index in {**_DEFAULTS, **self.defaults}.items()})
         behind = sorted(set(self.heads) - {Head.OP, Head.SLOT}, key=lambda head: (head is not Head.ALPHA_SPEED, head))
         pairs = tuple((op, head) for op in self.ops for head in behind if head in _RELEVANT[op])
         object.__setattr__(self, "pairs", pairs)

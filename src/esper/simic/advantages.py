@@ -3,7 +3,6 @@
 Legend: T steps, N rows. Everything derives from `RELEVANCE`.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -29,16 +28,15 @@ if PerHead._fields != tuple(head.name.lower() for head in Head):
     raise TypeError("PerHead needs one field for each Head, in its order")
 
 
-@functools.cache
-def _relevance(device: torch.device) -> Tensor:
-    return torch.tensor(RELEVANCE, device=device)
+_OPS = tuple(tuple(op for op in range(len(RELEVANCE)) if RELEVANCE[op, head]) for head in range(len(Head)))
+"""For each head the ops under which it matters: the columns of `RELEVANCE`."""
 
 
 def compute_causal_masks(ops: Tensor) -> PerHead:
     """bool: does the head matter under the op that was taken? `ops` [T, N] are numbers of `LifecycleOp`."""
     if ops.dim() != 2:
         raise EsperError(f"ops have shape {list(ops.shape)}; expected [T, N]")
-    return PerHead(*_relevance(ops.device)[ops].unbind(-1))
+    return PerHead(*(torch.stack([ops == op for op in mine]).any(0) for mine in _OPS))
 
 
 def compute_per_head_advantages(advantages: Tensor, ops: Tensor) -> PerHead:

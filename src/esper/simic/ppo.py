@@ -29,7 +29,7 @@ class PPOConfig:
     updates: int = 200
     """Of the declared run."""
     learning_rate: tuple[float, float] = (1e-3, 1e-4)
-    entropy: tuple[float, float] = (0.01, 0.001)
+    entropy: tuple[float, float] = (0.05, 0.001)
     """Weight of the joint entropy, in nats."""
     explore: tuple[float, float] = (0.02, 0.0)
     """Share of the uniform distribution in every choice."""
@@ -88,6 +88,7 @@ class PPOAgent:
         self.generator = torch.Generator().manual_seed(seed)
         self.optimizer = self._optimizer()
         self._parameters = list(self.network.parameters())
+        self._ops = torch.tensor([int(op) for op in self.network.spec.ops], device=self.device)  # spec's numbers to LifecycleOp's
         wrap: Callable[[Any], Any] = _compiled if compile else _as_it_is
         self._encode, self._cell, self._losses = (wrap(f) for f in (self.network.encode, self.network.cell, self._loss))
 
@@ -262,9 +263,9 @@ class PPOAgent:
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
         """[L, B]: a clipped surrogate for each head that mattered and had a choice, all over the same denominator."""
         spec = self.network.spec
-        ops = torch.tensor(spec.ops, device=moved.device)[batch.actions[..., spec.heads.index(Head.OP)]]
+        ops = self._ops[batch.actions[..., spec.heads.index(Head.OP)]]
         advantages = compute_per_head_advantages(batch.advantage, ops)
-        each = torch.stack([advantages[head] for head in spec.heads], -1)
+        each = torch.stack([advantages[int(head)] for head in spec.heads], -1)
         surrogate = _clipped(torch.where(batch.relevant, moved, 0.0).exp(), each, clip)
         return torch.where(batch.relevant, surrogate, 0.0).sum(-1)
 

@@ -199,7 +199,7 @@ class ActionDistribution:
 
 def _by_speed(spec: ActionSpec, pair: Pair) -> bool:
     """Does this head's distribution depend on the speed that was drawn?"""
-    return pair[1] is Head.ALPHA_CURVE and Head.ALPHA_SPEED in spec.heads
+    return pair[1] == Head.ALPHA_CURVE and Head.ALPHA_SPEED in spec.heads
 
 
 def _behind(values: Tensor, batch: int) -> Tensor:

@@ -98,9 +98,9 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def _width(self, head: Head) -> int:
         """Outputs of a head: its values; a query for the blueprint pointer; a row of curves for every speed."""
-        if head is Head.BLUEPRINT:
+        if head == Head.BLUEPRINT:
             return self.config.candidate
-        by_speed = head is Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads
+        by_speed = head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads
         return self.spec.head_sizes[head] * (len(ALPHA_SPEEDS) if by_speed else 1)
 
     def _initialise(self) -> None:
@@ -191,9 +191,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         values = {}
         for op, head in self.spec.pairs:
             out = self.heads[head.name.lower()](trunk[..., self.acting.index(op), :, :])  # [T, B, S, width]
-            if head is Head.BLUEPRINT:
+            if head == Head.BLUEPRINT:
                 out = (candidate * out.unsqueeze(-2)).sum(-1)
-            elif head is Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads:
+            elif head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads:
                 out = out.unflatten(-1, (len(ALPHA_SPEEDS), -1))
             values[op, head] = out
         logits = ActionLogits(self.op_head(state), torch.stack(slots, -2), values)

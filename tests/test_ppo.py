@@ -1,0 +1,399 @@
+"""The learning rule: what must hold in every update, and what must never."""
+
+import ast
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, StateFormatError
+from esper.simic import AnomalyDetector, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
+from esper.simic import ppo as ppo_module
+from esper.simic.metrics import METRICS, check_metrics
+from esper.tamiyo import Controller, Learned, NetworkConfig
+from tests.minds import SEES, SPEC, TINY, agent, filled, op_index
+
+SOURCES = Path(ppo_module.__file__).parents[1]
+
+
+def prepared(mind: PPOAgent, **options: object) -> object:
+    """The only batch of a random rollout, with normalised advantages."""
+    buffer, last = filled(mind, **options)  # type: ignore[arg-type]
+    buffer.compute_advantages_and_returns(mind.config.gamma, mind.config.gae_lambda, last)
+    buffer.normalize_advantages()
+    (batch,) = buffer.get_batched_sequences()
+    return batch
+
+
+def gradients(mind: PPOAgent) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in mind.network.named_parameters() if p.grad is not None}
+
+
+def weights(mind: PPOAgent) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in mind.network.parameters()]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ends", [0.0, 0.3])
+def test_the_first_pass_replays_the_rollout(seed: int, ends: float, device: str) -> None:
+    """Ratios are 1, and stored log-probabilities and values come back, for random patterns of endings; also on CUDA."""
+    mind = agent(seed=seed, device=device, network=NetworkConfig(64, 32, 16, 32), explore=(0.05, 0.0))
+    batch = prepared(mind, seed=seed, rows=32, steps=20, ends=ends, cuts=ends)
+    assert (batch.reset is None) == (ends == 0)
+    numbers = mind._gradient(batch, mind._knobs())
+    assert numbers["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert numbers["ratio_min"] == pytest.approx(1, abs=1e-5)
+    assert numbers["replay_error"] < 1e-5
+    assert numbers["kl"] == pytest.approx(0, abs=1e-6)
+    found = gradients(mind)
+    assert set(found) == {name for name, _ in mind.network.named_parameters()}
+    assert all(bool(g.isfinite().all()) for g in found.values())
+
+
+@pytest.mark.parametrize("ratio", ["joint", "per_head"])
+def test_the_first_gradient_is_the_policy_gradient(ratio: str) -> None:
+    """At the weights that acted, both surrogates have the gradient of advantage x log-probability over choices."""
+    mind = agent(ratio=ratio, value_weight=0.0, entropy=(0.0, 0.0), explore=(0.0, 0.0), max_grad_norm=1e9)
+    batch = prepared(mind)
+    mind._gradient(batch, mind._knobs())
+    found = gradients(mind)
+    mind.network.zero_grad()
+    scored = mind.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset).scored
+    (-(scored.joint * batch.advantage * batch.chosen).sum() / batch.chosen.sum()).backward()
+    for name, parameter in mind.network.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ratio", ["joint", "per_head"])
+def test_heads_that_did_not_matter_get_no_gradient(ratio: str) -> None:
+    mind = agent(ratio=ratio, entropy=(0.0, 0.0), value_weight=0.0)
+    batch = prepared(mind, rows=16, steps=20)
+    for op, expected in ((LifecycleOp.WAIT, set()), (LifecycleOp.GERMINATE, {"blueprint", "style", "tempo", "alpha_target"}),
+                         (LifecycleOp.PRUNE, {"alpha_speed", "alpha_curve"})):
+        mine = batch.actions[..., 0] == op_index(op)
+        assert bool(mine.any())
+        mind._gradient(batch._replace(valid=batch.valid & mine), mind._knobs())
+        alive = {name.split(".")[1] for name, g in gradients(mind).items() if name.startswith("heads.") and bool((g != 0).any())}
+        assert alive == expected, op
+
+
+def test_rollouts_without_a_choice_teach_the_actor_nothing() -> None:
+    mind = agent(entropy=(0.5, 0.5), critic_decay=0.0)
+    batch = prepared(mind, forced=True)
+    assert not bool(batch.chosen.any())
+    mind._gradient(batch, mind._knobs())
+    actor = ("op_head", "slot_pointer", "heads", "trunk_op")
+    assert all(bool((g == 0).all()) for name, g in gradients(mind).items() if name.split(".")[0] in actor)
+    assert bool((gradients(mind)["value_head.2.weight"] != 0).any())
+
+
+def test_entropy_reaches_heads_whose_op_was_never_taken() -> None:
+    """The bonus acts on what the head would do if it were asked."""
+    mind = agent(entropy=(1.0, 1.0), value_weight=0.0)
+    batch = prepared(mind, rows=16, steps=20)
+    taken = batch.actions[..., 0] == op_index(LifecycleOp.GERMINATE)
+    available = batch.masks.op[..., op_index(LifecycleOp.GERMINATE)]
+    kept = batch.valid & ~taken & available
+    mind._gradient(batch._replace(valid=kept, advantage=torch.zeros_like(batch.advantage)), mind._knobs())
+    assert bool((gradients(mind)["heads.blueprint.weight"] != 0).any())
+
+
+def test_the_order_of_environments_does_not_matter() -> None:
+    def updated(order: torch.Tensor | None) -> list[torch.Tensor]:
+        mind = agent()
+        buffer, last = filled(mind, rows=8, steps=10)
+        if order is not None:
+            for name, tensor in buffer._all.items():
+                buffer._all[name] = tensor[:, order].contiguous()
+            buffer._hidden, last = buffer._hidden[:, order].contiguous(), last[order]
+        mind.update(buffer, last)
+        return weights(mind)
+
+    for a, b in zip(updated(None), updated(torch.randperm(8)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_pieces_of_a_minibatch_sum_to_the_whole() -> None:
+    found = []
+    for accumulate in (1, 4):
+        mind = agent(accumulate=accumulate, max_grad_norm=1e9)
+        mind._gradient(prepared(mind, rows=8, steps=10), mind._knobs())
+        found.append(gradients(mind))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_several_epochs_move_the_policy_and_the_kl_stops_it() -> None:
+    still = agent(epochs=6, target_kl=1e9, learning_rate=(3e-3, 3e-3))
+    metrics = still.update(*filled(still, rows=16))
+    assert metrics.steps == 6
+    assert metrics.kl > 0
+    assert metrics.ratio_max > 1.001
+    strict = agent(epochs=6, target_kl=1e-5, learning_rate=(3e-3, 3e-3))
+    before = weights(strict)
+    stopped = strict.update(*filled(strict, rows=16))
+    assert stopped.stopped_early
+    assert 1 <= stopped.steps < 6
+    assert not equal(before, weights(strict))
+
+
+def test_tampered_rollouts_are_refused() -> None:
+    mind = agent()
+    buffer, last = filled(mind)
+    buffer["log_prob"].add_(0.01)
+    with pytest.raises(EsperError, match="acting and learning must see the same observations, masks, memory and exploration"):
+        mind.update(buffer, last)
+    mind = agent(explore=(0.3, 0.0))
+    mind.network.op_head[-1].bias.detach()[0] = 3.0
+    buffer, last = filled(mind)
+    mind.updates = 150  # exploration has been annealed since the rollout was made
+    with pytest.raises(EsperError, match="differ by"):
+        mind.update(buffer, last)
+
+
+def test_a_non_finite_gradient_skips_its_step_alone() -> None:
+    mind = agent(epochs=2)
+    buffer, last = filled(mind)
+    before = weights(mind)
+    handle = mind.network.heads["style"].weight.register_hook(lambda g: g * torch.nan)
+    metrics = mind.update(buffer, last)
+    assert (metrics.steps, metrics.skipped) == (0, 2)
+    head_only = [name for name, _ in mind.network.named_parameters() if name.startswith("value_head.2")]
+    for (name, now), old in zip(mind.network.named_parameters(), before, strict=True):
+        assert bool(now.isfinite().all())
+        assert name in head_only or torch.equal(now, old), "only the scale of the value changed"
+    assert any(a.kind == "non_finite" for a in metrics.anomalies)
+    handle.remove()
+    assert mind.update(*filled(mind)).steps == 2
+
+
+def test_only_the_critic_decays_and_every_weight_is_trained_once() -> None:
+    mind = agent(critic_decay=0.1)
+    groups = mind.optimizer.param_groups
+    critic = {id(p) for name, p in mind.network.named_parameters() if name.startswith("value_head.")}
+    assert {id(p) for p in groups[1]["params"]} == critic
+    assert (groups[0]["weight_decay"], groups[1]["weight_decay"]) == (0.0, 0.1)
+    every = [id(p) for group in groups for p in group["params"]]
+    assert sorted(every) == sorted(id(p) for p in mind.network.parameters())
+    assert groups[0]["fused"]
+
+
+def test_schedules_are_fractions_of_the_declared_run() -> None:
+    mind = agent(updates=10, learning_rate=(1e-2, 1e-3), explore=(0.4, 0.0))
+    mind.updates = 5
+    assert mind.scheduled(mind.config.learning_rate) == pytest.approx(5.5e-3)
+    assert mind.explore == pytest.approx(0.2)
+    mind.updates = 50
+    assert mind.explore == 0
+    assert mind.update(*filled(mind)).learning_rate == pytest.approx(1e-3)
+
+
+def test_value_clipping_has_its_own_range() -> None:
+    """A value outside its range of the old one has no gradient where that would take it further."""
+    mind = agent(value_clip=0.1, entropy=(0.0, 0.0), value_weight=1.0)
+    batch = prepared(mind)
+    far = batch._replace(value=batch.value + 10, target=batch.value + 20, advantage=torch.zeros_like(batch.advantage))
+    mind._gradient(far, mind._knobs())
+    assert bool((gradients(mind)["value_head.2.weight"] != 0).any()), "the worse of the two losses counts"
+    past = batch._replace(value=batch.value - 10, target=batch.value - 20, advantage=torch.zeros_like(batch.advantage))
+    numbers = mind._gradient(past, mind._knobs())
+    assert numbers["value_loss"] == pytest.approx(0.5 * 400 / float(mind.network.value_scale) ** 2, rel=1e-3)
+
+
+def test_saved_agents_go_on_bit_for_bit(tmp_path: Path) -> None:
+    def next_two(mind: PPOAgent) -> list[torch.Tensor]:
+        for seed in (11, 12):
+            mind.update(*filled(mind, seed=seed, rows=8))
+        return [*weights(mind), *mind.controller.normaliser.stats, mind.network.value_scale, mind.generator.get_state()]
+
+    mind = agent(epochs=2, minibatches=2, updates=9, learning_rate=(1e-2, 1e-4))
+    for seed in range(3):
+        mind.update(*filled(mind, seed=seed, rows=8))
+    mind.save(tmp_path / "agent.safetensors")
+    again = PPOAgent.load(tmp_path / "agent.safetensors")
+    assert again.config == mind.config
+    assert again.detector.thresholds == mind.detector.thresholds
+    assert again.updates == 3
+    assert again.detector.counts == mind.detector.counts
+    assert equal(next_two(mind), next_two(again))
+
+
+def test_checkpoints_hold_every_argument_and_no_pickle(tmp_path: Path) -> None:
+    path = tmp_path / "agent.safetensors"
+    mind = agent(updates=7, clip=0.11)
+    mind.save(path)
+    from esper.leyline.storage import read_state
+    header, _ = read_state(path, "agent")
+    assert set(header["config"]) == {f.name for f in dataclasses.fields(PPOConfig)}
+    assert set(header["network"]) == {f.name for f in dataclasses.fields(NetworkConfig)}
+    assert set(header["thresholds"]) == {f.name for f in dataclasses.fields(Thresholds)}
+    assert header["spec"]["slots"] == 3
+    assert path.read_bytes()[8:9] == b"{", "safetensors: a JSON header, then numbers"
+    for source in SOURCES.rglob("*.py"):
+        names = {node.id for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Name)}
+        text = source.read_text()
+        assert "pickle" not in names, source
+        assert "torch.load" not in text, source
+        assert "torch.save" not in text, source
+        assert "_orig_mod" not in text, source
+
+
+def test_checkpoints_of_another_space_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "agent.safetensors"
+    agent().save(path)
+    with pytest.raises(EsperError, match="it cannot act in a space of"):
+        Learned.load(path, ActionSpec.compact(3, SPEC.blueprints))
+    Learned.load(path, ActionSpec.full(5, ("x", "y")))
+    from esper.leyline.storage import read_state, write_state
+    header, tensors = read_state(path, "agent")
+    header["network"]["hidden"] = 32
+    write_state(path, "agent", {k: v for k, v in header.items() if k != "schema"}, tensors)
+    with pytest.raises(StateFormatError, match=r"these weights are of another controller: .*feature_net.* differ"):
+        PPOAgent.load(path)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("ratio", ["joint", "per_head"])
+def test_weights_keep_their_names_when_compiled(monkeypatch: pytest.MonkeyPatch, ratio: str) -> None:
+    """Functions are compiled, not modules: one graph each, no breaks, and none anew while schedules move."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    monkeypatch.setattr(ppo_module, "_compiled", lambda f: torch.compile(f, backend="eager", fullgraph=True, dynamic=False))
+    plain, mind = (agent(epochs=2, updates=4, ratio=ratio) for _ in range(2))
+    mind = PPOAgent(mind.controller, mind.config, compile=True)
+    keys = set(plain.network.state_dict())
+    for seed in range(4):
+        for each in (plain, mind):
+            each.update(*filled(each, seed=seed, ends=0.2))
+        if seed == 0:
+            graphs = counters["stats"]["unique_graphs"]
+            assert graphs >= 3, "the encoder, the cell and the loss"
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    assert set(mind.network.state_dict()) == keys
+    for a, b in zip(weights(plain), weights(mind), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="counts waits for a device")
+def test_a_step_waits_for_the_device_once() -> None:
+    mind = agent(device="cuda")
+    batch = prepared(mind)
+    knobs = mind._knobs()
+    mind._gradient(batch, knobs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as seen:
+            _ = mind._gradient(batch, knobs), mind.optimizer.step()
+        assert len(seen) == 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_metrics_are_complete_and_each_has_its_reducer() -> None:
+    mind = agent(epochs=2, minibatches=2)
+    metrics = mind.update(*filled(mind, rows=8))
+    for field in dataclasses.fields(PPOUpdateMetrics):
+        value = getattr(metrics, field.name)
+        numbers = value.values() if isinstance(value, dict) else [value] if isinstance(value, (int, float)) else []
+        assert all(math.isfinite(number) for number in numbers), field.name
+    assert set(metrics.head_entropy) == set(metrics.head_grad_norm) == {head.name.lower() for head in Head}
+    assert metrics.head_learnable["op"] > metrics.head_learnable["blueprint"] > 0
+    assert metrics.advantage_std > 0
+    with pytest.raises(TypeError, match="differ in kl"):
+        check_metrics(PPOUpdateMetrics, {name: row for name, row in METRICS.items() if name != "kl"})
+
+
+def healthy(heads: tuple[str, ...] = ("op", "slot")) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    numbers = {"ratio_max": 1.1, "ratio_min": 0.9, "value_error": 0.3, "kl": 0.01}
+    by_head = {name: dict.fromkeys(heads, value) for name, value in
+               (("head_entropy", 0.5), ("head_grad_norm", 0.1), ("head_learnable", 0.4))}
+    return numbers, by_head
+
+
+@pytest.mark.parametrize(("place", "value", "kind", "after"), [
+    ("ratio_max", 9.0, "ratio_explosion", 1), ("ratio_min", 0.01, "ratio_collapse", 1), ("kl", math.nan, "non_finite", 1),
+    ("value_error", 30.0, "value_error", 3), ("head_entropy", 0.001, "entropy_collapse", 3),
+    ("head_grad_norm", 0.0, "starved", 3), ("head_learnable", 0.0, "starved", 3),
+])
+def test_anomalies_are_found_when_injected_and_go_when_it_is_over(place: str, value: float, kind: str, after: int) -> None:
+    detector = AnomalyDetector(Thresholds())
+
+    def shown(bad: float | None) -> set[str]:
+        numbers, heads = healthy()
+        if bad is not None and place in numbers:
+            numbers[place] = bad
+        elif bad is not None:
+            heads[place]["slot"] = bad
+        return {anomaly.kind for anomaly in detector(numbers, heads)}
+
+    assert shown(None) == set()
+    for number in range(after):
+        assert shown(value) == ({kind} if number + 1 == after else set())
+    assert shown(None) == set()
+
+
+def test_creeping_anomalies_have_hysteresis_and_one_set_of_thresholds() -> None:
+    limits = Thresholds(head_entropy=0.2, fire_after=2, clear_factor=2.0)
+    mind = PPOAgent(Controller.fresh(SPEC, TINY, SEES), thresholds=limits)
+    assert mind.detector.thresholds is limits
+    detector, (numbers, heads) = mind.detector, healthy()
+    fired = []
+    for share in (0.1, 0.3, 0.1, 0.1, 0.3, 0.41):
+        heads["head_entropy"]["op"] = share
+        fired.append(bool(detector(numbers, heads)))
+    assert fired == [False, False, False, True, True, False]
+
+
+def test_an_injected_collapse_is_reported_by_the_agent() -> None:
+    mind = agent(explore=(0.0, 0.0))
+    mind.network.op_head[-1].bias.detach()[0] = 50.0  # WAIT and nothing else
+    metrics = [mind.update(*filled(mind, seed=seed)) for seed in range(4)]
+    assert not metrics[0].anomalies
+    kinds = {(a.kind, a.where) for a in metrics[-1].anomalies}
+    assert ("entropy_collapse", "op") in kinds
+
+
+@pytest.mark.parametrize("options", [{"ratio": "none"}, {"epochs": 0}, {"minibatches": 0}])
+def test_impossible_configs_are_refused(options: dict) -> None:
+    with pytest.raises(EsperError, match=r"no ratio 'none'|must be at least 1"):
+        PPOConfig(**options)
+
+
+def test_devices_may_be_named_either_way() -> None:
+    for device in ("cpu", torch.device("cpu")):
+        mind = PPOAgent(Controller.fresh(SPEC, TINY, SEES, device))
+        assert isinstance(mind.device, torch.device)
+        assert isinstance(mind.buffer(2, 2).device, torch.device)
+
+
+def test_no_gradient_leaks_from_collecting() -> None:
+    mind = agent()
+    buffer, _ = filled(mind, rows=2, steps=1000)
+    assert not any(tensor.requires_grad for tensor in buffer._all.values())
+    assert not buffer._hidden.requires_grad
+
+
+def test_imports_stand_at_the_top_and_files_stay_small() -> None:
+    rooms = [path for room in ("leyline", "kasmina", "tolaria", "tamiyo", "simic") for path in (SOURCES / room).glob("*.py")]
+    assert len(rooms) > 40
+    for path in rooms:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 500, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                arguments = node.args.args + node.args.kwonlyargs
+                assert len(arguments) <= 16, (path, node.name)
+                nested = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+                lazy = {alias.name.split(".")[0] for n in nested for alias in n.names} | \
+                       {(n.module or "").split(".")[0] for n in nested if isinstance(n, ast.ImportFrom)}
+                assert "esper" not in lazy, (path, node.name)
