@@ -44,13 +44,13 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_the_first_pass_replays_the_rollout(seed: int, ends: float, device: str) -> None:
     """Ratios are 1, and stored log-probabilities and values come back, for random patterns of endings; also on CUDA."""
     mind = agent(seed=seed, device=device, network=NetworkConfig(64, 32, 16, 32), explore=(0.05, 0.0))
-    batch = prepared(mind, seed=seed, rows=32, steps=20, ends=ends, cuts=ends)
-    assert (batch.reset is None) == (ends == 0)
-    numbers = mind._gradient(batch, mind._knobs())
-    assert numbers["ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert numbers["ratio_min"] == pytest.approx(1, abs=1e-5)
-    assert numbers["replay_error"] < 1e-5
-    assert numbers["kl"] == pytest.approx(0, abs=1e-6)
+    buffer, last = filled(mind, seed=seed, rows=32, steps=20, ends=ends, cuts=ends)
+    assert buffer._resets_inside == (ends > 0)
+    metrics = mind.update(buffer, last)
+    assert metrics.ratio_max == pytest.approx(1, abs=1e-5)
+    assert metrics.ratio_min == pytest.approx(1, abs=1e-5)
+    assert metrics.replay_error < 1e-5
+    assert metrics.kl == pytest.approx(0, abs=1e-6)
     found = gradients(mind)
     assert set(found) == {name for name, _ in mind.network.named_parameters()}
     assert all(bool(g.isfinite().all()) for g in found.values())
@@ -378,7 +378,7 @@ def test_devices_may_be_named_either_way() -> None:
 
 def test_no_gradient_leaks_from_collecting() -> None:
     mind = agent()
-    buffer, _ = filled(mind, rows=2, steps=1000)
+    buffer, _ = filled(mind, rows=2, steps=300)
     assert not any(tensor.requires_grad for tensor in buffer._all.values())
     assert not buffer._hidden.requires_grad
 

@@ -18,6 +18,7 @@ from esper.simic.advantages import compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
 from esper.tamiyo import ActionDistribution, Controller, FactoredRecurrentActorCritic
+from esper.tamiyo.network import exact_cudnn
 
 RATIOS = ("joint", "per_head")
 
@@ -222,11 +223,11 @@ class PPOAgent:
             encoded = self._encode(piece.seen)
             memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset, self._cell)
             loss, told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
-            loss.backward()
+            with exact_cudnn():
+                loss.backward()
             numbers.append(told)
-        each = torch.stack(numbers)
-        most, least = each.amax(0), each.amin(0)
-        combined = torch.cat([each[:, :_EXTREMES].sum(0), most[[_EXTREMES]], least[[_EXTREMES + 1]], most[[_EXTREMES + 2]]])
+        sums, highs, lows, drifts = torch.stack(numbers).split([_EXTREMES, 1, 1, 1], 1)
+        combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0), drifts.amax(0)])
         raw = torch.stack(self._head_norms())
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
         listed = torch.cat([combined, norm[None], raw]).tolist()

@@ -11,6 +11,7 @@ Legend: T steps, B rows, S slots, K blueprints, O ops, A ops that name a slot, H
 import copy
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +36,12 @@ class NetworkConfig:
     """Width behind which the heads split."""
     memory: bool = True
     """Without it the LSTM forgets everything before each step."""
+
+
+def exact_cudnn() -> AbstractContextManager[None]:
+    """cuDNN without TF32, for an LSTM's forward and its backward: memory must come back as it was."""
+    context: AbstractContextManager[None] = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    return context
 
 
 Cell = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -162,7 +169,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         if not self.config.memory:
             reset = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
         if reset is None:
-            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            with exact_cudnn():
                 out, (h, c) = self.lstm(features, (hidden[None, :, 0].contiguous(), hidden[None, :, 1].contiguous()))
             return out, torch.stack([h[0], c[0]], 1)
         inward, inner, *biases = self._lstm_weights()
