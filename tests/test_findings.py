@@ -1,0 +1,112 @@
+"""Audits of an earlier system, turned into requirements: `docs/seed_findings.md` names the test that proves each.
+
+The smaller ones, about how code is written rather than what it computes, are tested here.
+"""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import esper
+from esper.leyline import EsperError, Head
+from esper.simic import Collector, PerHead, PPOAgent
+from tests.minds import SPEC, Chance, agent, filled, random_masks
+
+ROOT = Path(__file__).parents[1]
+SOURCES = Path(esper.__file__).parent
+FINDINGS = """
+A-2a A-2b A-5a A-3 A-4a A-4b A-5b A-6.1 A-6.2 A-7.1 A-7.2
+P-1.1 P-1.2 P-1.3 P-2.1 P-2.2 P-3.1 P-3.2 P-4.1 P-4.2 P-4.3 P-5.1 P-5.2 P-5.3 P-5.4 P-6.1 P-6.2 P-6.3 P-8
+B-A-1 B-A-2 B-P-1 X-1 B-P-2 B-P-3 B-P-4 B-P-5 B-P-6 B-P-7 B-P-8 B-P-9 X-2 B-R-1 B-R-2 B-R-3 B-R-4 B-R-5 R-6
+B-T-1 B-T-2 B-C-1 B-C-2 B-S-1 X-3 X-4a X-4b X-4c B-alg
+R-1.1 R-1.2 R-6.3 R-1.3 R-2.1 R-2.2 R-3.1 R-3.2 R-4.1 R-4.2 R-4.3 R-5.1 R-5.2 R-5.3 R-5.4 R-6.1 R-6.2 R-6.4
+R-7.1 R-7.2 R-7.3 R-7.4 R-7.5 R-app
+N-1.1 N-1.2 N-1.3 N-2.1 N-2.2 N-2.3 N-3.1 N-3.2 N-3.3 N-4.1 N-4.2 N-4.3 N-5.1 N-5.2 N-5.3 N-6.1 N-6.2 N-6.3 N-6.4
+"""
+
+
+def rows() -> dict[str, list[str]]:
+    """finding -> the tests that its row names."""
+    found = {}
+    for line in (ROOT / "docs" / "seed_findings.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and re.match(r"[ABPRNX]-", cells[0]):
+            found |= {finding: re.findall(r"`(test_\w+)`", cells[-1]) for finding in re.split(r",\s*", cells[0])}
+    return found
+
+
+def test_every_finding_has_a_test_that_exists() -> None:
+    named = rows()
+    assert set(named) == set(FINDINGS.split())
+    tests_of_ours = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", tests_of_ours, re.M))
+    for finding, tests in named.items():
+        assert tests, f"{finding} names no test"
+        assert set(tests) <= defined, f"{finding} names {set(tests) - defined}, which no file defines"
+
+
+def trees(*rooms: str) -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for room in rooms for path in sorted((SOURCES / room).glob("*.py"))}
+
+
+def test_every_public_name_of_the_mind_and_the_learner_has_a_user() -> None:
+    """Outside its own definition, and outside the tests."""
+    folders = (SOURCES, ROOT / "experiments", ROOT / "benchmarks")
+    text = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    for path, tree in trees("tamiyo", "simic").items():
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                exported = text.count(f'"{node.name}"')
+                assert len(re.findall(rf"\b{node.name}\b", text)) > 1 + exported, f"{path.name}: nothing uses {node.name}"
+
+
+def test_contracts_name_their_types() -> None:
+    for path, tree in trees("leyline").items():
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert path.name == "storage.py" or "Any" not in names, path
+    for path, tree in trees("leyline", "tolaria", "tamiyo", "simic").items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == "Protocol" for base in node.bases):
+                defaults = [d for f in node.body if isinstance(f, ast.FunctionDef) for d in f.args.defaults]
+                assert not any(isinstance(d, ast.Constant) and d.value is ... for d in defaults), (path, node.name)
+
+
+def test_the_loss_makes_no_small_tensors_on_its_way() -> None:
+    """A tensor made from Python numbers inside a step is an allocation and, on an accelerator, a wait."""
+    for method in (PPOAgent._loss, PPOAgent._per_head, PPOAgent._gradient):
+        assert not re.search(r"torch\.(tensor|zeros|ones|full|empty)\(", inspect.getsource(method)), method.__name__
+
+
+def test_heads_can_be_neither_missing_nor_misspelt() -> None:
+    with pytest.raises(TypeError, match="blueprnt"):
+        PerHead(**{head.name.lower().replace("blueprint", "blueprnt"): torch.zeros(1, 1) for head in Head})
+    with pytest.raises(TypeError, match="alpha_curve"):
+        PerHead(*torch.zeros(7, 1, 1))
+    masks = random_masks(SPEC, 2, torch.Generator().manual_seed(0))
+    fewer = masks._replace(values={pair: mask for pair, mask in masks.values.items() if pair[1] is not Head.TEMPO})
+    with pytest.raises(EsperError, match=r"there is no mask 'germinate.tempo'"):
+        fewer.check(SPEC, (2,), torch.device("cpu"))
+
+
+def test_the_worst_ratio_of_an_update_is_kept_and_nothing_piles_up() -> None:
+    mind = agent(epochs=30, learning_rate=(2e-2, 2e-2), clip=1e9, max_grad_norm=1e9)
+    metrics = mind.update(*filled(mind, rows=16))
+    assert metrics.steps == 30
+    assert metrics.ratio_max > 1.5, "the worst of all epochs, not the first"
+    assert any(a.kind == "ratio_explosion" for a in metrics.anomalies) == (metrics.ratio_max > mind.detector.thresholds.ratio_max)
+    assert len(metrics.anomalies) <= 2 * len(metrics.head_entropy) + 20
+
+
+def test_storage_is_made_once_and_laid_out_by_time() -> None:
+    mind = agent()
+    buffer, _ = filled(mind, rows=4, steps=6)
+    assert buffer["reward"].shape == (6, 4)
+    places = {name: tensor.data_ptr() for name, tensor in buffer._all.items()}
+    for seed in range(2):
+        buffer.reset()
+        mind.update(buffer, Collector(mind, Chance(4, seed), 4).fill(buffer))
+    assert {name: tensor.data_ptr() for name, tensor in buffer._all.items()} == places
