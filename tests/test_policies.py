@@ -10,7 +10,7 @@ import torch
 from esper.kasmina import blueprints_for
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage, View
 from esper.simic import PPOAgent
-from esper.tamiyo import POLICIES, Controller, Heuristic, Learned, PolicyBundle, entry
+from esper.tamiyo import POLICIES, Controller, Heuristic, HeuristicConfig, Learned, PolicyBundle, entry
 from esper.tolaria import MorphogeneticEnv, PreviewConfig, play
 from tests.workshop import toy_env, toy_family
 
@@ -98,13 +98,13 @@ def decisions(policy: Heuristic, views: list[View]) -> list[torch.Tensor]:
 
 
 def test_it_grows_when_learning_stalls_and_not_before() -> None:
-    env, policy = world(), Heuristic()
+    env, policy = world(), Heuristic(HeuristicConfig(patience=2))
     view = env.view()
     ops = [actions[:, 0] for actions in decisions(policy, [view, *(stalled(view, clock) for clock in range(1, 5))])]
     waits = [bool((op == LifecycleOp.WAIT).all()) for op in ops]
     assert waits == [True, True, True, False, True], "a plateau of two epochs behind the first loss, then patience again"
     assert bool((ops[3] == LifecycleOp.GERMINATE).all())
-    improving = Heuristic()
+    improving = Heuristic(HeuristicConfig(patience=2, progress=0.05))
     assert view.facts is not None
     for clock in range(8):
         scores = torch.full_like(view.facts.scores, 0.8**clock)
@@ -114,7 +114,7 @@ def test_it_grows_when_learning_stalls_and_not_before() -> None:
 
 
 def test_it_does_not_grow_what_could_not_be_kept_in_time() -> None:
-    policy, view = Heuristic(), world().view()
+    policy, view = Heuristic(HeuristicConfig(patience=2)), world().view()
     late = [stalled(dataclasses.replace(view, horizon=torch.full_like(view.horizon, 8)), clock) for clock in range(4, 8)]
     assert all(bool((actions[:, 0] == LifecycleOp.WAIT).all()) for actions in decisions(policy, [view, *late]))
 
@@ -122,7 +122,7 @@ def test_it_does_not_grow_what_could_not_be_kept_in_time() -> None:
 def test_a_price_makes_it_choose_smaller_seeds() -> None:
     sizes = []
     for price in (0.0, 5e-5):
-        policy, view = Heuristic(), world().view()
+        policy, view = Heuristic(HeuristicConfig(patience=2)), world().view()
         view = dataclasses.replace(view, price=torch.full_like(view.price, price))
         grown = decisions(policy, [view, *(stalled(view, clock) for clock in range(1, 4))])[-1]
         assert bool((grown[:, 0] == LifecycleOp.GERMINATE).all())
@@ -130,12 +130,12 @@ def test_a_price_makes_it_choose_smaller_seeds() -> None:
         sizes.append(float(view.facts.prices[grown[:, Head.SLOT], grown[:, Head.BLUEPRINT], 0].float().mean()))
     assert 0 < sizes[1] < sizes[0]
     view = dataclasses.replace(world().view(), price=torch.full((4,), 1.0))
-    policy = Heuristic()
+    policy = Heuristic(HeuristicConfig(patience=2))
     assert not any(bool(actions[:, 0].any()) for actions in decisions(policy, [view, *(stalled(view, c) for c in range(1, 6))]))
 
 
 def test_previews_choose_the_slot_and_the_blueprint() -> None:
-    policy, view = Heuristic(), world(previews=PreviewConfig(every=1, steps=1)).view()
+    policy, view = Heuristic(HeuristicConfig(patience=2)), world(previews=PreviewConfig(every=1, steps=1)).view()
     assert view.facts is not None
     assert view.facts.candidates is not None
     known = torch.ones_like(view.facts.candidates.known)

@@ -4,7 +4,6 @@ Legend: L steps of a sequence, B sequences, H heads of the spec.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,8 +89,9 @@ class PPOAgent:
         self.optimizer = self._optimizer()
         self._parameters = list(self.network.parameters())
         self._ops = torch.tensor([int(op) for op in self.network.spec.ops], device=self.device)  # spec's numbers to LifecycleOp's
-        wrap: Callable[[Any], Any] = _compiled if compile else _as_it_is
-        self._encode, self._cell, self._losses = (wrap(f) for f in (self.network.encode, self.network.cell, self._loss))
+        self._encode, self._losses, self._cell = self.network.encode, self._loss, None
+        if compile:
+            self._encode, self._losses, self._cell = map(_compiled, (self.network.encode, self._loss, self.network.cell))
 
     @property
     def network(self) -> FactoredRecurrentActorCritic:
@@ -314,7 +314,3 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:
 def _compiled(function: Any) -> Any:
     """Static shapes, one graph: a graph break is an error, not a slow path."""
     return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def _as_it_is(function: Any) -> Any:
-    return function

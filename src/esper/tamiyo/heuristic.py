@@ -15,9 +15,9 @@ from esper.tamiyo.scripts import to_spec
 
 @dataclass(frozen=True)
 class HeuristicConfig:
-    patience: int = 2
+    patience: int = 1
     """Epochs without progress before a seed germinates."""
-    progress: float = 0.05
+    progress: float = 0.2
     """Share by which the validation loss must fall to count as progress."""
     least_left: int = 6
     """A seed born with fewer epochs left would not be kept in time."""

@@ -44,7 +44,7 @@ def exact_cudnn() -> AbstractContextManager[None]:
     return context
 
 
-Cell = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Cell = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Encoded(NamedTuple):
@@ -163,28 +163,34 @@ class FactoredRecurrentActorCritic(nn.Module):
     def remember(self, features: Tensor, hidden: Tensor, reset: Tensor | None, cell: Cell | None = None) -> tuple[Tensor, Tensor]:
         """(outputs [T, B, H], hidden) of the LSTM; `reset` bool [T, B] empties the memory in front of a step.
 
-        Without resets the whole sequence is one call, with them a loop around `cell` (None is `self.cell`).
+        Without resets the whole sequence is one call, with them a loop of single steps, or of `cell` if one is given.
         """
-        cell = cell or self.cell
         if not self.config.memory:
             reset = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
         if reset is None:
-            with exact_cudnn():
-                out, (h, c) = self.lstm(features, (hidden[None, :, 0].contiguous(), hidden[None, :, 1].contiguous()))
-            return out, torch.stack([h[0], c[0]], 1)
-        inward, inner, *biases = self._lstm_weights()
-        inputs = nn.functional.linear(features, inward, biases[0] + biases[1])
+            out, h, c = self._run(features, *hidden.unbind(1))
+            return out, torch.stack([h, c], 1)
         (h, c), keep, outs = hidden.unbind(1), (~reset).to(features.dtype).unsqueeze(-1), []
         for step in range(len(features)):
-            h, c = cell(inputs[step], h, c, keep[step], inner)
+            if cell is None:
+                _, h, c = self._run(features[step : step + 1], h * keep[step], c * keep[step])
+            else:
+                h, c = cell(features[step], h * keep[step], c * keep[step], *self._lstm_weights())
             outs.append(h)
         return torch.stack(outs), torch.stack([h, c], 1)
 
+    def _run(self, features: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(outputs [T, B, H], h, c): the library's LSTM, which acting uses too."""
+        with exact_cudnn():
+            out, (h, c) = self.lstm(features, (h[None].contiguous(), c[None].contiguous()))
+        return out, h[0], c[0]
+
     @staticmethod
-    def cell(inputs: Tensor, h: Tensor, c: Tensor, keep: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the LSTM behind its input products."""
-        enter, forget, new, leave = torch.addmm(inputs, h * keep, weight.t()).chunk(4, -1)
-        c = forget.sigmoid() * (c * keep) + enter.sigmoid() * new.tanh()
+    def cell(x: Tensor, h: Tensor, c: Tensor, inward: Tensor, inner: Tensor, *biases: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the LSTM in plain operations, which can be compiled."""
+        gates = torch.addmm(nn.functional.linear(x, inward, biases[0] + biases[1]), h, inner.t())
+        enter, forget, new, leave = gates.chunk(4, -1)
+        c = forget.sigmoid() * c + enter.sigmoid() * new.tanh()
         return leave.sigmoid() * c.tanh(), c
 
     def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor) -> Decided:
