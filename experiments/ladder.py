@@ -58,7 +58,8 @@ def cartpole(seed: int, ratio: str = "joint", memory: bool = True, updates: int 
     for _ in range(updates):
         agent.update(buffer, collector.fill(buffer))
         curve.append(statistics.mean(world.returns[-100:]))
-    return {"steps": updates * rows * 128, "return": curve[-1], "reached": max(curve), "curve": [round(value, 1) for value in curve[4::5]]}
+    rounded = [round(value, 1) for value in curve[4::5]]
+    return {"steps": updates * rows * 128, "return": curve[-1], "reached": max(curve), "curve": rounded}
 
 
 def garden(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128) -> dict[str, Any]:

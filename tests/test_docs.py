@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from esper.simic.metrics import METRICS
+
 README = Path(__file__).parent.parent / "README.md"
 
 
 def test_readme_code_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     code = "\n".join(blocks) + "\nassert not torch.equal(logits, without) and network is not None\n"
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ESPER_DATA": str(tmp_path / "data")}
     subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, check=True, env=one_thread)
@@ -54,3 +56,9 @@ def test_readme_sweeps_are_the_committed_ones() -> None:
         origin = "{hardware}, torch {torch} | {date}, {commit} |".format(**result)
         assert f"| {result['host_epochs_per_second']['environment']:,.0f} |" in text
         assert f"| {result['ratio']:.1f} | {origin}" in text
+
+
+def test_the_glossary_is_the_table_of_metrics() -> None:
+    text = (README.parent / "docs" / "controller.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\w+ \| .*?) \|$", text, re.M))
+    assert rows == {name: f"{reducer} | {what}" for name, (reducer, what) in METRICS.items()}
