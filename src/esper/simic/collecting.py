@@ -38,7 +38,6 @@ class Collector:
         self.agent, self.world = agent, world
         self.hidden = agent.network.get_initial_hidden(rows)
 
-    @torch.no_grad()
     def fill(self, buffer: TamiyoRolloutBuffer) -> Tensor:
         """Play as many steps as the rollout holds; the value [N] of what follows the last."""
         controller, every = self.agent.controller, torch.ones(buffer.spec.rows, dtype=torch.bool, device=buffer.device)
