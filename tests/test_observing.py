@@ -8,13 +8,16 @@ import torch
 from esper.kasmina.lifecycle import expand_actions
 from esper.leyline import (
     SCORES,
+    TEMPOS,
     ActionSpec,
     EsperError,
     Field,
+    Head,
     InvalidStateMachineError,
     LifecycleOp,
     Observation,
     ObservationSpec,
+    SeedStage,
     View,
 )
 from esper.tamiyo import OBSERVATION, ActionDistribution, ActionLogits, ActionMasks, Normaliser, Random, action_masks, observe
@@ -78,10 +81,36 @@ def _pointless(env: MorphogeneticEnv, row: int, action: list[int]) -> bool:
     op, slot = env.spec.ops[chosen["op"]], chosen["slot"]
     if op is LifecycleOp.GERMINATE and env.spec.blueprints[chosen["blueprint"]] == "noop":
         return True
+    tempo = TEMPOS[chosen.get("tempo", env.spec.defaults[Head.TEMPO])]
+    if op is LifecycleOp.GERMINATE and int(env.scenarios.horizon[row] - env.clock[row]) < 1 + tempo + 1 + 1:
+        return True  # one epoch to learn, the ramp, one to hold, and one that it is kept in
     at_once = chosen.get("alpha_speed", 0) == 0
     if op is LifecycleOp.PRUNE and float(env.population.life.alpha[row, slot]) == 0 and not at_once:
         return True
     return op in (LifecycleOp.PRUNE, LifecycleOp.SET_ALPHA_TARGET) and at_once and chosen.get("alpha_curve", 0) != 0
+
+
+def test_a_seed_born_as_late_as_the_masks_allow_is_kept() -> None:
+    """And one born an epoch later would not be: the count of epochs is exact."""
+    family = toy_family(horizons=(8,))
+    env = toy_env(4, family)
+    env.reset(family.scenarios(4))
+    germinate, keep = env.spec.ops.index(LifecycleOp.GERMINATE), env.spec.ops.index(LifecycleOp.FOSSILIZE)
+    for _ in range(8):
+        masks = action_masks(env.view())
+        left = int(env.scenarios.horizon[0] - env.clock[0])
+        if left == 5:
+            assert not bool(masks.op[:, germinate].any())
+        wait = env.spec.action(LifecycleOp.WAIT)
+        late = env.spec.action(LifecycleOp.GERMINATE, slot=0, blueprint="norm", tempo=3)
+        action = {6: late, 5: env.spec.action(LifecycleOp.ADVANCE, slot=0)}.get(left, wait)
+        if left == 1:
+            assert bool(masks.op[:, keep].all()), "the last decision can keep it"
+            action = env.spec.action(LifecycleOp.FOSSILIZE, slot=0)
+        if left == 6:
+            assert bool(masks.op[:, germinate].all())
+        env.step(torch.tensor([action]).repeat(4, 1))
+    assert bool((env.population.life.stage[:, 0] == SeedStage.FOSSILIZED).all())
 
 
 def test_rows_that_are_done_can_only_wait() -> None:

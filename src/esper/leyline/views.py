@@ -69,6 +69,7 @@ class View:
     free_targets: "Tensor"  # [N, S, targets] bool
     seeds: Seeds
     facts: Facts | None = None  # None: nothing measures here, so nothing can be observed
+    settling: int | None = None  # epochs that a seed needs to be kept, beside its first ramp; None: there is no end
 
 
 @dataclass(frozen=True)

@@ -40,17 +40,18 @@ class Collector:
 
     def fill(self, buffer: TamiyoRolloutBuffer) -> Tensor:
         """Play as many steps as the rollout holds; the value [N] of what follows the last."""
-        controller, every = self.agent.controller, torch.ones(buffer.spec.rows, dtype=torch.bool, device=buffer.device)
+        controller = self.agent.controller
         for _ in range(buffer.spec.steps - buffer.filled):
             glimpse = self.world.look()
-            controller.normaliser.update(glimpse.seen)
+            valid = torch.ones_like(glimpse.reset) if glimpse.valid is None else glimpse.valid
+            controller.normaliser.update(glimpse.seen, valid)
             seen, acted = controller.act(glimpse, self.hidden, self.agent.explore)
             outcome = self.world.step(acted.actions)
             bootstrap = torch.zeros_like(outcome.reward)
             if outcome.final is not None:
                 bootstrap = controller.value(outcome.final, acted.hidden)
             buffer.add(Step(seen, glimpse.masks, acted, outcome.reward, outcome.done, outcome.truncated, bootstrap,
-                            glimpse.reset, self.hidden, every))
+                            glimpse.reset, self.hidden, valid))
             self.hidden = acted.hidden
         ahead = self.world.look()
         return controller.value(ahead.seen, emptied(self.hidden, ahead.reset))

@@ -20,13 +20,15 @@ class Glimpse(NamedTuple):
     masks: ActionMasks
     reset: Tensor  # [N] bool: the memory must be empty
     u: Tensor  # [N, heads] uniform numbers to draw with
+    valid: Tensor | None = None  # [N] bool: rows that are not over and waiting; None: none is
 
     @classmethod
     def of(cls, view: View, seed: int, device: torch.device) -> "Glimpse":
         named = {name: mask.to(device) for name, mask in action_masks(view).named().items()}
         seen = Observation(*(part.to(device) for part in observe(view)))
         u = uniform(mix(view.key, 11, seed, view.clock), len(view.spec.heads))
-        return cls(seen, ActionMasks.from_named(view.spec, named), (view.clock == 0).to(device), u.to(device))
+        return cls(seen, ActionMasks.from_named(view.spec, named), (view.clock == 0).to(device), u.to(device),
+                   (~view.done).to(device))
 
 
 def emptied(hidden: Tensor, reset: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionSpec, EsperError, Head, InvalidStateMachineError, LifecycleOp, View
+from esper.leyline import TEMPOS, ActionSpec, EsperError, Head, InvalidStateMachineError, LifecycleOp, View
 
 Pair = tuple[LifecycleOp, Head]
 SHAPES = {"op": "[N, ops]", "slot": "[N, ops, slots]"}
@@ -78,6 +78,8 @@ def action_masks(view: View) -> ActionMasks:
         if op is LifecycleOp.SET_ALPHA_TARGET:  # a target must be free, chosen or not
             chosen = values.get((op, Head.ALPHA_TARGET), view.free_targets[..., spec.defaults[Head.ALPHA_TARGET], None])
             slot[:, number] &= chosen.any(-1)
+        if op is LifecycleOp.GERMINATE:  # in time to be kept, or not at all
+            slot[:, number] &= values.get((op, Head.TEMPO), _in_time(view)[:, None, spec.defaults[Head.TEMPO], None]).any(-1)
         if op is LifecycleOp.WAIT:  # names no slot
             slot[:, number] = _only(spec.slots, spec.defaults[Head.SLOT])
         elif Head.SLOT not in spec.heads:
@@ -93,6 +95,8 @@ def _values(view: View, op: LifecycleOp, head: Head) -> Tensor:
     if head is Head.BLUEPRINT:
         real = torch.tensor([name != "noop" for name in spec.blueprints])
         return every & (real if bool(real.any()) else default)
+    if head is Head.TEMPO:
+        return every & _in_time(view)[:, None]
     if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.STYLE:  # a seed keeps the style it was born with
         return torch.nn.functional.one_hot(view.seeds.style, spec.head_sizes[head]).bool()
     if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.ALPHA_TARGET:
@@ -102,6 +106,13 @@ def _values(view: View, op: LifecycleOp, head: Head) -> Tensor:
     if head is Head.ALPHA_CURVE and Head.ALPHA_SPEED not in spec.heads and spec.defaults[Head.ALPHA_SPEED] == 0:
         return every & default
     return every
+
+
+def _in_time(view: View) -> Tensor:
+    """bool [N, tempos]: would a seed that germinates now with this tempo still be kept before the end?"""
+    if view.settling is None:
+        return torch.ones(len(view.clock), len(TEMPOS), dtype=torch.bool)
+    return (view.horizon - view.clock)[:, None] >= torch.tensor(TEMPOS) + view.settling
 
 
 def _only(size: int, choice: int) -> Tensor:

@@ -122,7 +122,8 @@ class MorphogeneticEnv:
         life = self.population.life
         drawn = self.scenarios
         return View(self.spec, mix(drawn.key, 7), drawn.price.clone(), drawn.flop_price.clone(), drawn.horizon.clone(),
-                    self.clock.clone(), self.done.clone(), life.verdicts(), life.free_targets(), seeds_of(life), self._facts())
+                    self.clock.clone(), self.done.clone(), life.verdicts(), life.free_targets(), seeds_of(life), self._facts(),
+                    life.gates.min_training + life.gates.min_holding + 1)
 
     def _facts(self) -> Facts:
         life, unknown = self.population.life, torch.zeros(self.rows, self.spec.slots)

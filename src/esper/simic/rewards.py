@@ -1,0 +1,124 @@
+"""Rewards: what an epoch was worth. Every reward is the change of a level, so a closed loop of decisions earns nothing.
+
+Legend: N rows, S slots. A level is a sum of named terms, [N] each; an episode's return is its last level, the first being zero.
+At the end only host and fossils count: what was not committed is worth nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.leyline import EsperError, SeedStage
+from esper.tolaria import Measurement, MorphogeneticEnv, Scores
+
+SCORES_OF = ("accuracy", "probability")
+Terms = dict[str, Tensor]
+
+
+@dataclass
+class Standing:
+    """What levels are computed from, after an epoch; [N] or [N, S]."""
+
+    score: Tensor
+    """Of the network; of host and fossils once the episode is over."""
+    twin: Tensor
+    """Of the twin at the same clock; a row that never germinated is its own."""
+    params: Tensor
+    """[N, S] of live seeds; of fossils once the episode is over."""
+    spent: Tensor
+    price: Tensor
+    flop_price: Tensor
+    contribution: Tensor
+    """[N, S] of blended seeds, zero where it was not measured; of fossils once the episode is over."""
+    stage: Tensor
+    over: Tensor
+
+    @property
+    def cost(self) -> Terms:
+        return {"size": -self.price * self.params.sum(1), "compute": -self.flop_price * self.spent}
+
+
+def _utility(now: Standing) -> Terms:
+    """Score above the twin, less what was grown and spent."""
+    return {"gain": now.score - now.twin, **now.cost}
+
+
+def _terminal(now: Standing) -> Terms:
+    """Utility, paid once at the end."""
+    return {name: torch.where(now.over, term, 0.0) for name, term in _utility(now).items()}
+
+
+def _contribution(now: Standing) -> Terms:
+    """What leaving each seed out would cost, less what was grown and spent."""
+    return {"credit": now.contribution.sum(1), **now.cost}
+
+
+STAGE_POTENTIAL = {SeedStage.TRAINING: 0.005, SeedStage.BLENDING: 0.01, SeedStage.HOLDING: 0.015, SeedStage.FOSSILIZED: 0.02}
+"""Shaping towards a finished life; taken back at the end, so that no return changes."""
+
+
+def _shaped(now: Standing) -> Terms:
+    """Contribution, and a potential of stages that leads on and sums to nothing."""
+    potential = sum((value * (now.stage == stage).float().sum(1) for stage, value in STAGE_POTENTIAL.items()),
+                    torch.zeros_like(now.score))
+    return {"potential": torch.where(now.over, 0.0, potential), **_contribution(now)}
+
+
+REWARDS: Mapping[str, Callable[[Standing], Terms]] = {
+    "utility": _utility, "terminal": _terminal, "contribution": _contribution, "shaped": _shaped,
+}
+"""name -> level. `utility` is the default."""
+
+
+def standing(env: MorphogeneticEnv, measured: Measurement, twin: Tensor, score: str) -> Standing:
+    """Where every row stands after an epoch; `twin` [N] is what the twins scored at the same clock."""
+    life, evidence, over = env.population.life, measured.evidence, measured.done
+    fossil = life.at(SeedStage.FOSSILIZED)
+    counted = torch.where(over[:, None], fossil, life.planted)
+    now = torch.where(over, _score(evidence.delivered, score), _score(evidence.all_on, score))
+    own = life.germinations.sum(1) == 0
+    credit = torch.where(evidence.contribution.known & counted, evidence.contribution.value, 0.0)
+    return Standing(now, torch.where(own, now, twin), env.population.costs()[0] * counted, measured.spent,
+                    env.scenarios.price, env.scenarios.flop_price, credit, life.stage.clone(), over.clone())
+
+
+def _score(scores: Scores, name: str) -> Tensor:
+    if name not in SCORES_OF:
+        raise EsperError(f"no score {name!r}; choose from {', '.join(SCORES_OF)}")
+    value: Tensor = getattr(scores, name)
+    return value
+
+
+class Ledger:
+    """Pays N rows the change of their level, term by term. A row that was over already is paid nothing."""
+
+    def __init__(self, reward: str, rows: int) -> None:
+        if reward not in REWARDS:
+            raise EsperError(f"no reward {reward!r}; choose from {', '.join(REWARDS)}")
+        self.level, self.rows = REWARDS[reward], rows
+        self.before: Terms = {}
+        self.closed = torch.zeros(rows, dtype=torch.bool)
+
+    def pay(self, now: Standing) -> Terms:
+        """Terms [N] of this epoch's reward; their sum is the reward."""
+        terms = self.level(now)
+        zero = torch.zeros(self.rows)
+        paid = {name: torch.where(self.closed, 0.0, term - self.before.get(name, zero)) for name, term in terms.items()}
+        self.before, self.closed = terms, self.closed | now.over
+        return paid
+
+
+def bounds(env: MorphogeneticEnv) -> tuple[Tensor, Tensor]:
+    """(least, most) [N] that `utility` can return: all or nothing in score, at the highest cost there is."""
+    costs = torch.tensor([[(p.cost.params + p.gate_size, p.cost.flops + 2 * p.gate_size) for p in slot]
+                          for slot in env.population.prototypes])  # [S, K, 2]
+    most, host = costs.amax(1).sum(0), env.family.host.cost.flops
+    spent = (3 * most[1] + 2 * host * env.spec.slots) / (3 * host)
+    previews = 0.0
+    if env.previews is not None:
+        share = env.previews.steps / env.feed.steps / env.previews.every
+        previews = float((costs[..., 1] * 3 + 2 * host).sum() / (3 * host)) * share
+    cost = env.scenarios.price * most[0] + env.scenarios.flop_price * (spent + previews)
+    return -1 - cost, torch.ones_like(cost)
