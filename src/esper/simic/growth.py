@@ -1,0 +1,53 @@
+"""The environment as a world to learn in: one round is one episode in every row, each epoch paid by a reward.
+
+Legend: N rows.
+"""
+
+import torch
+from torch import Tensor
+
+from esper.simic.collecting import Outcome
+from esper.simic.rewards import SCORES_OF, Ledger, Standing, Terms, standing
+from esper.tamiyo.controller import Glimpse
+from esper.tolaria import Measurement, MorphogeneticEnv, Scenarios, Twins
+
+
+class Growth:
+    """Call `begin` with the scenarios of a round, then look and step until all rows are over."""
+
+    def __init__(self, env: MorphogeneticEnv, twins: Twins, reward: str = "utility", score: str = "probability", seed: int = 0,
+                 device: torch.device | str = "cpu") -> None:
+        """`seed` decides the draws of actions; `device` is the controller's."""
+        self.env, self.twins, self.reward, self.score, self.seed = env, twins, reward, score, seed
+        self.device = torch.device(device)
+        self.ledger = Ledger(reward, env.rows)
+        self.twin = torch.zeros(env.rows, 1)
+        self.total = torch.zeros(env.rows)
+        self.measured: Measurement | None = None
+        self.standing: Standing | None = None
+        self.paid: Terms = {}
+
+    @property
+    def steps(self) -> int:
+        """Epochs of the longest episode: steps of a round."""
+        return max(self.env.family.horizons)
+
+    def begin(self, scenarios: Scenarios) -> None:
+        self.env.reset(scenarios)
+        self.ledger = Ledger(self.reward, self.env.rows)
+        self.twin = self.twins(scenarios)[..., 1 + SCORES_OF.index(self.score)]  # behind the loss
+        self.total = torch.zeros(self.env.rows)
+
+    def look(self) -> Glimpse:
+        return Glimpse.of(self.env.view(), self.seed, self.device)
+
+    def step(self, actions: Tensor) -> Outcome:
+        self.measured = self.env.step(actions.cpu())
+        at = (self.measured.clock - 1).clamp(min=0, max=self.twin.shape[1] - 1)
+        twin = self.twin.gather(1, at[:, None]).squeeze(1)
+        self.standing = standing(self.env, self.measured, twin, self.score)
+        self.paid = self.ledger.pay(self.standing)
+        reward = torch.stack(list(self.paid.values())).sum(0)
+        self.total = self.total + reward
+        done = self.measured.done
+        return Outcome(reward.to(self.device), done.to(self.device), torch.zeros_like(done).to(self.device))

@@ -1,0 +1,143 @@
+"""Rewards that cannot be farmed: one suite for all of them."""
+
+import pytest
+import torch
+from experiments.unfarmable import search
+
+from esper.kasmina import Host, blueprints_for
+from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
+from esper.simic.growth import Growth
+from esper.simic.rewards import REWARDS, Ledger, bounds
+from esper.tamiyo import Random, Scripted, Wait, entry
+from esper.tolaria import PreviewConfig, Twins
+from tests.workshop import toy_env, toy_family
+
+HOST = Host("mlp", widths=(8, 8))
+SPEC = ActionSpec.full(2, blueprints_for("mlp"))
+WAIT, GERMINATE, RETARGET, PRUNE, KEEP, ADVANCE = LifecycleOp
+
+
+def world(rows: int, reward: str, horizon: int = 8, prices: tuple[float, ...] = (1e-4,), **options: object) -> Growth:
+    family = toy_family(HOST, horizons=(horizon,), prices=prices, flop_prices=(0.01,))
+    made = Growth(toy_env(rows, family, **options), Twins(toy_env(rows, family)), reward)
+    made.begin(family.scenarios(rows))
+    return made
+
+
+def returns(made: Growth, policy: object, steps: int = 0) -> torch.Tensor:
+    """[N] of one round."""
+    for _ in range(steps or made.steps):
+        made.step(policy(made.env.view()))  # type: ignore[operator]
+    return made.total
+
+
+def null_script(moves: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """A life of a noop seed in slot 0, or of several in a row."""
+    lines = {"germinate": (GERMINATE, {"blueprint": "noop", "tempo": 3}), "advance": (ADVANCE, {}), "prune": (PRUNE, {}),
+             "fade": (PRUNE, {"alpha_speed": 3}), "lower": (RETARGET, {"alpha_target": 0.5}),
+             "raise": (RETARGET, {"alpha_target": 1.0}), "keep": (KEEP, {})}
+    return [entry(SPEC, at, lines[move][0], slot=0, **lines[move][1]) for at, move in enumerate(moves)]
+
+
+LOOPS = [("germinate", "prune"), ("germinate", "advance", "prune"), ("germinate", "advance", "fade"),
+         ("germinate", "advance", "lower", "raise", "prune"), ("germinate", "advance", "lower", "prune"),
+         ("germinate", "prune", "germinate", "prune"), ("germinate", "advance", "prune", "germinate", "advance", "fade"),
+         ("germinate", "advance", "keep"), ("germinate",), ("germinate", "advance")]
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_lives_of_null_seeds_earn_nothing(reward: str) -> None:
+    """Closed loops, commitments and idle holding with a seed that computes nothing; rent and compute make them a loss."""
+    made = world(len(LOOPS), reward, horizon=16)
+    earned = returns(made, Scripted([null_script(moves) for moves in LOOPS]))
+    assert bool((earned <= 0).all()), dict(zip(LOOPS, earned.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_no_search_finds_a_return_with_null_seeds(reward: str) -> None:
+    """Random legal sequences, then a hill-climb from the best of them. 2,000 here; experiments/unfarmable.py tries 10,000."""
+    assert search(reward, rows=250, rounds=8) <= 0
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_waiting_earns_exactly_nothing(reward: str) -> None:
+    made = world(16, reward)
+    assert bool((returns(made, Wait()) == 0).all())
+
+
+def test_utility_telescopes_to_the_utility_of_what_is_delivered() -> None:
+    """The return, computed again from the network that is left: its score above its twin's, less its price and compute."""
+    for seed in range(3):
+        made = world(32, "utility", horizon=10)
+        total = returns(made, Random(seed))
+        env, twins = made.env, made.twins(made.env.scenarios)[:, -1, 2]
+        assert env.measured is not None
+        fossils = (env.population.costs()[0] * env.population.life.at(SeedStage.FOSSILIZED)).sum(1)
+        grown = env.population.life.germinations.sum(1) > 0
+        gain = torch.where(grown, env.measured.evidence.delivered.probability - twins, 0.0)
+        expected = gain - env.scenarios.price * fossils - env.scenarios.flop_price * env.measured.spent
+        torch.testing.assert_close(total, expected.float(), atol=1e-6, rtol=0)
+        assert int(grown.sum()) > 16
+        assert bool((fossils > 0).any())
+
+
+def test_terminal_pays_the_same_at_once() -> None:
+    paid = {}
+    for reward in ("utility", "terminal"):
+        made, policy = world(16, reward), Random(4)
+        early = returns(made, policy, made.steps - 1).clone()
+        paid[reward] = (early, returns(made, policy, 1))
+    assert bool((paid["terminal"][0] == 0).all())
+    torch.testing.assert_close(paid["terminal"][1], paid["utility"][1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("reward", ["utility", "contribution", "shaped"])
+def test_holding_for_ever_earns_less_than_committing(reward: str) -> None:
+    """Two equal lives of a seed that helps; one is kept at last, the other is not."""
+    life = [entry(SPEC, 0, GERMINATE, slot=0, blueprint="mlp_heavy", tempo=3), entry(SPEC, 1, ADVANCE, slot=0)]
+    made = world(16, reward, horizon=12, prices=(0.0,))
+    earned = returns(made, Scripted([life] * 8 + [[*life, entry(SPEC, 2, KEEP, slot=0)]] * 8))
+    assert bool(made.env.population.life.at(SeedStage.FOSSILIZED)[8:, 0].all())
+    assert float(earned[8:].mean()) > float(earned[:8].mean())
+    assert float(earned[:8].max()) <= 0, "what is not committed is worth nothing"
+
+
+def test_shaping_changes_no_return() -> None:
+    totals = [returns(world(24, reward), Random(2)) for reward in ("contribution", "shaped")]
+    torch.testing.assert_close(*totals, atol=1e-6, rtol=0)
+    paid = world(24, "shaped")
+    first = paid.step(Random(2)(paid.env.view()))
+    assert bool((first.reward > 0).any()), "a life that moves on is paid for it, and pays it back"
+
+
+@pytest.mark.parametrize("previews", [None, PreviewConfig(every=2, steps=2)])
+def test_returns_stay_in_their_bound(previews: PreviewConfig | None) -> None:
+    made = world(50, "utility", horizon=8, prices=(0.0, 1e-3), previews=previews)
+    for start in range(0, 200 if previews is None else 50, 50):
+        made.begin(made.env.family.scenarios(50, start=start))
+        least, most = bounds(made.env)
+        total = returns(made, Random(start))
+        assert bool(((total >= least) & (total <= most)).all())
+
+
+def test_terms_sum_to_the_reward_and_ended_rows_are_paid_nothing() -> None:
+    family = toy_family(HOST, horizons=(4, 8), prices=(1e-4,))
+    made = Growth(toy_env(16, family), Twins(toy_env(16, family)))
+    made.begin(family.scenarios(16))
+    short = made.env.scenarios.horizon == 4
+    assert 0 < int(short.sum()) < 16
+    for epoch in range(8):
+        outcome = made.step(Random(1)(made.env.view()))
+        torch.testing.assert_close(torch.stack(list(made.paid.values())).sum(0), outcome.reward)
+        if epoch >= 4:
+            assert bool((outcome.reward[short] == 0).all())
+    assert bool(made.measured is not None and made.measured.done.all())
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(EsperError, match="no reward 'fame'; choose from utility, terminal, contribution, shaped"):
+        Ledger("fame", 1)
+    made = world(1, "utility")
+    made.score = "fame"
+    with pytest.raises(EsperError, match="no score 'fame'"):
+        made.step(Wait()(made.env.view()))
