@@ -44,7 +44,7 @@ class PPOConfig:
     clip: float = 0.2
     value_clip: float = 0.5
     """Range in which the value may move in one update, in units of its scale."""
-    scale_memory: float = 0.9
+    scale_memory: float = 0.99
     """The value's scale is the spread of returns, averaged over updates with this weight on the past."""
     value_weight: float = 0.5
     target_kl: float = 0.03
