@@ -22,7 +22,7 @@ def columns(rows: int, round: int, epoch: int) -> dict[str, object]:
             "op": ["WAIT"] * rows, "slot": none, "blueprint": [None] * rows, "reward": sum(reward.values()), **reward,
             "score": torch.rand(rows), "twin": torch.rand(rows), "loss": torch.rand(rows), "accuracy": torch.rand(rows),
             "train_loss": torch.rand(rows), "params": none, "spent": torch.rand(rows),
-            "value": torch.randn(rows), "rolled_back": none > 0, "done": none > 0}
+            "rolled_back": none > 0, "done": none > 0}
 
 
 def test_tables_are_the_registry(tmp_path: Path) -> None:

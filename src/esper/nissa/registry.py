@@ -57,7 +57,7 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
         "train_loss": _real("mean of the epoch", "nats", 0, reducer="last"),
         "params": _int("of live seeds", reducer="last"),
         "spent": _real("extra FLOPs, share of the host's", "", 0, reducer="last"),
-        "value": _real("what the critic expected", "score"), "rolled_back": _int("by the governor", reducer="sum"),
+        "rolled_back": _int("by the governor", reducer="sum"),
         "done": _int("the episode ended here", reducer="sum"),
     },
     "move": {

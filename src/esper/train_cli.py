@@ -1,0 +1,168 @@
+"""`esper train`: a controller learns; everything about the run lies in one folder."""
+
+import json
+import platform
+import signal
+import sys
+import tomllib
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+
+from esper.bench import check_device
+from esper.karn import panel, summary
+from esper.leyline import EsperError
+from esper.leyline.storage import plain
+from esper.nissa import Store
+from esper.simic.training import TrainConfig, Training
+from esper.tamiyo import Heuristic, Learned
+from esper.tolaria import find_family
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"rounds": 8, "rows": 16, "exam_every": 8, "exam_rows": 16, "preview_every": 0},
+    "cpu": {"rounds": 150, "rows": 64, "exam_every": 25, "exam_rows": 128, "preview_every": 3, "preview_steps": 15},
+    "gpu": {"rounds": 200, "rows": 512, "exam_every": 20, "exam_rows": 256, "preview_every": 3, "device": "cuda"},
+}
+"""name -> what differs from the defaults of `TrainConfig`."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a controller on a family of scenarios.
+
+    Example: esper train --family mlp --preset quick --out runs/first
+    """
+
+    out: Path
+    """Folder of the run: run.json, run.db, agent.safetensors."""
+    family: str = "mlp"
+    """mlp, mnist1d or fashion."""
+    preset: str = "quick"
+    """quick (minutes), cpu or gpu."""
+    config: Path | None = None
+    """TOML file with keys of the run, and tables [ppo] and [network]."""
+    rounds: int | None = None
+    """The budget: rounds of one episode per row; over preset and file."""
+    rows: int | None = None
+    """Episodes that run together; over preset and file."""
+    seed: int | None = None
+    """Over preset and file."""
+    device: str | None = None
+    """cpu, or cuda; over preset and file."""
+    resume: bool = False
+    """Go on with the run in --out, bit for bit."""
+
+    def __post_init__(self) -> None:
+        find_family(self.family)
+        if self.preset not in PRESETS:
+            raise EsperError(f"no --preset {self.preset!r}; choose from {', '.join(PRESETS)}")
+
+
+def resolved(options: Train) -> TrainConfig:
+    """Defaults, then the preset, then the file, then the command line."""
+    config = changed(TrainConfig(), PRESETS[options.preset], "preset")
+    if options.config is not None:
+        try:
+            config = changed(config, tomllib.loads(options.config.read_text()), str(options.config))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise EsperError(f"cannot read --config {options.config}: {error}") from error
+    given = {name: getattr(options, name) for name in ("rounds", "rows", "seed", "device")}
+    config = changed(config, {name: value for name, value in given.items() if value is not None}, "command line")
+    check_device(config.device)
+    return config
+
+
+def changed(config: Any, keys: dict[str, Any], source: str) -> Any:
+    """A frozen config with some keys changed; unknown ones and other types are refused."""
+    known = {f.name: getattr(config, f.name) for f in fields(config)}
+    if unknown := sorted(set(keys) - set(known)):
+        raise EsperError(f"{source} has no use for {', '.join(unknown)}; there are {', '.join(known)}")
+    values = {}
+    for name, value in keys.items():
+        if is_dataclass(known[name]):
+            values[name] = changed(known[name], value, f"{source}, [{name}]")
+            continue
+        value = tuple(value) if isinstance(known[name], tuple) else float(value) if isinstance(known[name], float) else value
+        if type(value) is not type(known[name]):
+            raise EsperError(f"{source}: {name} is {value!r}; expected something like {known[name]!r}")
+        values[name] = value
+    return replace(config, **values)
+
+
+def run(options: Train, console: Console) -> None:
+    config, folder = resolved(options), options.out
+    description = {"family": options.family, "config": json.loads(json.dumps(plain(config)))}
+    _prepare(folder, description, options.resume)
+    store = Store(folder / "run.db")
+    training = Training(find_family(options.family), config, folder, store)
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        with Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else _Lines() as live:
+            training.run(lambda: bool(asked), lambda done: _show(folder, config.rounds, console, live))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if training.agent.updates < config.rounds:
+        store.close()
+        console.print(f"stopped after round {training.agent.updates}; go on with: esper train --out {folder} --resume")
+        return
+    _conclude(training, console)
+    store.close()
+    console.print(f"the controller: {folder / 'agent.safetensors'}; everything measured: {folder / 'run.db'}")
+
+
+class _Lines:
+    """Off a terminal each round is a line."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *stop: object) -> None:
+        return None
+
+
+def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> None:
+    state = summary(folder / "run.db", rounds)
+    assert state is not None
+    if live is None:
+        console.print(state.line())
+    else:
+        live.update(panel(state), refresh=True)
+
+
+def _prepare(folder: Path, description: dict[str, Any], resume: bool) -> None:
+    """Write run.json, or check that a run to resume is the same."""
+    path = folder / "run.json"
+    if resume:
+        if not path.exists():
+            raise EsperError(f"--out {folder} holds no run to resume")
+        old = json.loads(path.read_text())
+        different = [name for name in description if old[name] != description[name]]
+        if different:
+            raise EsperError(f"the run in {folder} has another {' and '.join(different)}; resume it with its own options")
+        return
+    if path.exists():
+        raise EsperError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another folder")
+    if folder.exists() and not folder.is_dir():
+        raise EsperError(f"--out {folder} is a file; name a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "precision": "float32",
+                "threads": torch.get_num_threads(), "command": " ".join(["esper", *sys.argv[1:]])}
+    path.write_text(json.dumps(description | versions, indent=1) + "\n")
+
+
+def _conclude(training: Training, console: Console) -> None:
+    """The last examination beside the heuristic's and no growth's."""
+    rounds = training.config.rounds
+    learned = training.examine("learned", Learned(training.agent.controller, greedy=True), rounds)
+    heuristic = training.examine("heuristic", Heuristic(), rounds)
+    training.sink.commit()
+    for name, utility in (("learned", learned), ("heuristic", heuristic)):
+        error = 196 * float(utility.std()) / len(utility) ** 0.5
+        console.print(f"{name:>9}: {100 * float(utility.mean()):+.2f} ± {error:.2f} points above no growth on "
+                      f"{len(utility)} validation scenarios")
+
