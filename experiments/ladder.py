@@ -62,10 +62,10 @@ def cartpole(seed: int, ratio: str = "joint", memory: bool = True, updates: int 
     return {"steps": updates * rows * 128, "return": curve[-1], "reached": max(curve), "curve": rounded}
 
 
-def garden(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128) -> dict[str, Any]:
-    """Share of the optimum that the learned policy reaches when it takes its likeliest actions, and its worst price's."""
+def garden(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128, unit: float = 1.0) -> dict[str, Any]:
+    """Share of the optimum that the learned policy reaches when it takes its likeliest actions; `unit` scales all rewards."""
     torch.manual_seed(seed)
-    world = Garden(rows, seed)
+    world = Garden(rows, seed, unit)
     controller = Controller.fresh(world.spec, SMALL, world.observation)
     config = PPOConfig(updates=updates, ratio=ratio, entropy=(0.2, 0.001), explore=(0.05, 0.0))
     agent = PPOAgent(controller, config, seed=seed)

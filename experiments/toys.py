@@ -122,8 +122,8 @@ class Garden:
     spec = ActionSpec(2, ("a", "b", "c"), heads=ActionSpec.decisive(2, ("a",)).heads,
                       ops=(LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE), auto_advance=True)
 
-    def __init__(self, rows: int, seed: int) -> None:
-        self.rows, self.generator = rows, torch.Generator().manual_seed(seed)
+    def __init__(self, rows: int, seed: int, unit: float = 1.0) -> None:
+        self.rows, self.unit, self.generator = rows, unit, torch.Generator().manual_seed(seed)
         self.clock = torch.zeros(rows, dtype=torch.int64)
         self.stage, self.kind = torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2, dtype=torch.int64)
         self.price = self._draw()
@@ -168,7 +168,7 @@ class Garden:
         self.clock = torch.where(done, 0, self.clock)
         self.stage = torch.where(done[:, None], EMPTY, self.stage)
         self.price = torch.where(done, self._draw(), self.price)
-        return Outcome(reward, done, torch.zeros_like(done))
+        return Outcome(self.unit * reward, done, torch.zeros_like(done))
 
     @classmethod
     def optimum(cls, price: int) -> float:

@@ -46,9 +46,24 @@ def test_whole_sequences_equal_single_steps() -> None:
         torch.testing.assert_close(one.value[0], whole.value[step], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(one.logits.op[0], whole.logits.op[step], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(hidden, end, atol=1e-5, rtol=1e-5)
-    looped, last = net(look, reset=torch.zeros(20, 5, dtype=torch.bool))
-    torch.testing.assert_close(looped.value, whole.value, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(last, end, atol=1e-5, rtol=1e-5)
+    stretched, behind = net(look, reset=torch.zeros(20, 5, dtype=torch.bool))
+    torch.testing.assert_close(stretched.value, whole.value, atol=1e-5, rtol=1e-5)
+    assert behind is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stretches_between_resets_equal_single_steps(seed: int) -> None:
+    net, look = network(), seen(15, 6, seed=seed)
+    reset = torch.rand(15, 6, generator=torch.Generator().manual_seed(seed)) < 0.3
+    start = torch.randn(6, 2, 16)
+    whole, _ = net(look, start, reset)
+    hidden = start
+    for step in range(15):
+        hidden = torch.where(reset[step, :, None, None], 0.0, hidden)
+        one, hidden = net(Observation(*(part[step : step + 1] for part in look)), hidden)
+        torch.testing.assert_close(one.value[0], whole.value[step], atol=1e-5, rtol=1e-5)
+    poisoned = torch.where(reset[0, :, None, None], torch.nan, start)
+    assert torch.equal(net(look, poisoned, reset)[0].value, whole.value), "what a reset empties cannot come back"
 
 
 def test_a_reset_empties_the_memory_of_its_row_alone() -> None:

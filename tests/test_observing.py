@@ -82,7 +82,8 @@ def _pointless(env: MorphogeneticEnv, row: int, action: list[int]) -> bool:
     if op is LifecycleOp.GERMINATE and env.spec.blueprints[chosen["blueprint"]] == "noop":
         return True
     tempo = TEMPOS[chosen.get("tempo", env.spec.defaults[Head.TEMPO])]
-    if op is LifecycleOp.GERMINATE and int(env.scenarios.horizon[row] - env.clock[row]) < 1 + tempo + 1 + 1:
+    ramp = min(tempo, 2) if LifecycleOp.SET_ALPHA_TARGET in env.spec.ops else tempo
+    if op is LifecycleOp.GERMINATE and int(env.scenarios.horizon[row] - env.clock[row]) < 1 + ramp + 1 + 1:
         return True  # one epoch to learn, the ramp, one to hold, and one that it is kept in
     at_once = chosen.get("alpha_speed", 0) == 0
     if op is LifecycleOp.PRUNE and float(env.population.life.alpha[row, slot]) == 0 and not at_once:
@@ -90,26 +91,23 @@ def _pointless(env: MorphogeneticEnv, row: int, action: list[int]) -> bool:
     return op in (LifecycleOp.PRUNE, LifecycleOp.SET_ALPHA_TARGET) and at_once and chosen.get("alpha_curve", 0) != 0
 
 
-def test_a_seed_born_as_late_as_the_masks_allow_is_kept() -> None:
-    """And one born an epoch later would not be: the count of epochs is exact."""
+@pytest.mark.parametrize("full", [False, True])
+def test_a_seed_born_as_late_as_the_masks_allow_is_kept(full: bool) -> None:
+    """And an epoch later the masks do not allow it: the count of epochs is exact, also where a ramp can be cut short."""
     family = toy_family(horizons=(8,))
-    env = toy_env(4, family)
+    spec = (ActionSpec.full if full else ActionSpec.decisive)(2, toy_env(1).spec.blueprints)
+    env, latest = toy_env(4, family, spec=spec), 5 if full else 6
     env.reset(family.scenarios(4))
-    germinate, keep = env.spec.ops.index(LifecycleOp.GERMINATE), env.spec.ops.index(LifecycleOp.FOSSILIZE)
-    for _ in range(8):
+    germinate, keep = spec.ops.index(LifecycleOp.GERMINATE), spec.ops.index(LifecycleOp.FOSSILIZE)
+    plan = {latest: spec.action(LifecycleOp.GERMINATE, slot=0, blueprint="norm"), 1: spec.action(LifecycleOp.FOSSILIZE, slot=0)}
+    if full:
+        plan |= {4: spec.action(LifecycleOp.ADVANCE, slot=0),
+                 3: spec.action(LifecycleOp.SET_ALPHA_TARGET, slot=0, alpha_target=1.0, alpha_speed=0)}
+    for left in range(8, 0, -1):
         masks = action_masks(env.view())
-        left = int(env.scenarios.horizon[0] - env.clock[0])
-        if left == 5:
-            assert not bool(masks.op[:, germinate].any())
-        wait = env.spec.action(LifecycleOp.WAIT)
-        late = env.spec.action(LifecycleOp.GERMINATE, slot=0, blueprint="norm", tempo=3)
-        action = {6: late, 5: env.spec.action(LifecycleOp.ADVANCE, slot=0)}.get(left, wait)
-        if left == 1:
-            assert bool(masks.op[:, keep].all()), "the last decision can keep it"
-            action = env.spec.action(LifecycleOp.FOSSILIZE, slot=0)
-        if left == 6:
-            assert bool(masks.op[:, germinate].all())
-        env.step(torch.tensor([action]).repeat(4, 1))
+        assert bool(masks.op[:, germinate].all()) == (left >= latest)
+        assert left > 1 or bool(masks.op[:, keep].all()), "the last decision can keep it"
+        env.step(torch.tensor([plan.get(left, spec.action(LifecycleOp.WAIT))]).repeat(4, 1))
     assert bool((env.population.life.stage[:, 0] == SeedStage.FOSSILIZED).all())
 
 

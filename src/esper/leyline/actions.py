@@ -121,8 +121,12 @@ class ActionSpec:
         object.__setattr__(self, "head_sizes", {head: len(choices) for head, choices in self.choices.items()})
         if Head.OP not in self.heads or LifecycleOp.WAIT not in self.ops:
             raise EsperError("an ActionSpec needs the op head and the WAIT op; add them to heads and ops")
-        if LifecycleOp.ADVANCE not in self.ops and not self.auto_advance:
-            raise EsperError("without the ADVANCE op no seed could ever blend; add it to ops or set auto_advance")
+        if (LifecycleOp.ADVANCE in self.ops) == self.auto_advance:
+            raise EsperError("a seed blends by the ADVANCE op or by auto_advance: without either none could, with both ADVANCE "
+                             "would be another name of WAIT")
+        idle = set(self.heads) - {Head.OP, Head.SLOT} - {head for _, head in pairs}
+        if idle:
+            raise EsperError(f"no op of this spec uses {', '.join(sorted(h.name.lower() for h in idle))}; leave such heads out")
 
     @classmethod
     def full(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":

@@ -159,7 +159,7 @@ class TamiyoRolloutBuffer:
         if bool((valid & ~ended)[:-1].logical_and(~valid[1:]).any()):
             raise EsperError("a row stopped without done or truncated; its next step is not valid")
         following = torch.cat([value[1:], last_value[None]])
-        following = torch.where(self["truncated"], self["bootstrap"], torch.where(self["done"], 0.0, following))
+        following = torch.where(self["done"], 0.0, torch.where(self["truncated"], self["bootstrap"], following))
         delta = torch.where(valid, self["reward"] + gamma * following - value, 0.0)
         weight = gamma * gae_lambda * (~ended & valid)
         running, advantage = torch.zeros_like(last_value), self["advantage"]

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from esper.leyline import Observation
+from esper.leyline import EsperError, Observation
 from esper.simic.buffer import Step, TamiyoRolloutBuffer
 from esper.simic.ppo import PPOAgent
 from esper.tamiyo.controller import Glimpse, emptied
@@ -48,6 +48,8 @@ class Collector:
             seen, acted = controller.act(glimpse, self.hidden, self.agent.explore)
             outcome = self.world.step(acted.actions)
             bootstrap = torch.zeros_like(outcome.reward)
+            if outcome.final is None and bool(outcome.truncated.any()):
+                raise EsperError("a row was cut, and the world does not say what it would have seen next; give Outcome its final")
             if outcome.final is not None:
                 bootstrap = controller.value(outcome.final, acted.hidden)
             buffer.add(Step(seen, glimpse.masks, acted, outcome.reward, outcome.done, outcome.truncated, bootstrap,

@@ -5,10 +5,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+
+def _worst(value: float) -> float:
+    """No number counts as more than any."""
+    return math.inf if math.isnan(value) else value
+
+
 REDUCERS: dict[str, Callable[[list[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
-    "max": max,
-    "min": min,
+    "max": lambda values: max(values, key=_worst),
+    "min": lambda values: min(values, key=lambda value: -_worst(-value)),
     "sum": sum,
     "last": lambda values: values[-1],
 }
@@ -51,8 +57,8 @@ METRICS = {
     "ratio_min": ("min", "smallest joint ratio"),
     "grad_norm": ("mean", "before clipping"),
     "value_error": ("mean", "mean absolute error of the value, in units of its scale"),
-    "replay_error": ("max", "largest difference of a replayed from a stored log-probability or value, first step"),
-    "head_entropy": ("mean", "conditional entropy of each head, as a share of its most"),
+    "replay_error": ("max", "largest difference of a replayed log-probability or (relative) value from the stored one"),
+    "head_entropy": ("last", "conditional entropy of each head while acting, as a share of its most"),
     "head_grad_norm": ("mean", "gradient norm of each head's own weights"),
     "head_learnable": ("last", "share of steps at which each head mattered and had a choice"),
     "advantage_mean": ("last", "before normalisation"),
@@ -137,7 +143,11 @@ class AnomalyDetector:
 
     def __call__(self, numbers: dict[str, float], heads: dict[str, dict[str, float]]) -> tuple[Anomaly, ...]:
         """Every open anomaly after this update, from its single numbers and its numbers by head."""
-        for sign in self._signs(numbers, heads):
+        signs = list(self._signs(numbers, heads))
+        for key in self.open.keys() - {(sign.kind, sign.where) for sign in signs}:  # no longer asked
+            self.counts.pop(key, None)
+            del self.open[key]
+        for sign in signs:
             key = (sign.kind, sign.where)
             if sign.beyond():
                 self.counts[key] = self.counts.get(key, 0) + 1
@@ -153,7 +163,8 @@ class AnomalyDetector:
         yield _Sign("ratio_explosion", "ratio_max", numbers["ratio_max"], limit.ratio_max, above=True, at_once=True)
         yield _Sign("ratio_collapse", "ratio_min", numbers["ratio_min"], limit.ratio_min, above=False, at_once=True)
         yield _Sign("value_error", "value_error", numbers["value_error"], limit.value_error, above=True)
-        for name, value in numbers.items():
+        by_head = {f"{name} {head}": value for name, values in heads.items() for head, value in values.items()}
+        for name, value in (numbers | by_head).items():
             yield _Sign("non_finite", name, float(not math.isfinite(value)), 0.0, above=True, at_once=True)
         for name, share in heads["head_learnable"].items():
             yield _Sign("starved", f"{name} learnable", share, limit.head_learnable, above=False)

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import EsperError, Head
+from esper.leyline import EsperError, Head, StateFormatError
 from esper.leyline.storage import plain, read_state, rebuilt, write_state
 from esper.simic.advantages import compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
 from esper.tamiyo import ActionDistribution, Controller, FactoredRecurrentActorCritic
-from esper.tamiyo.network import exact_cudnn
+from esper.tamiyo.controller import check_tensors
+from esper.tamiyo.network import exact
 
 RATIOS = ("joint", "per_head")
 
@@ -42,9 +43,9 @@ class PPOConfig:
     ratio: str = "joint"
     """joint: one ratio of whole actions. per_head: one for each head that mattered, clipped by itself."""
     clip: float = 0.2
-    value_clip: float = 0.5
+    value_clip: float = 2.0
     """Range in which the value may move in one update, in units of its scale."""
-    scale_memory: float = 0.99
+    scale_memory: float = 0.95
     """The value's scale is the spread of returns, averaged over updates with this weight on the past."""
     value_weight: float = 0.5
     target_kl: float = 0.03
@@ -62,6 +63,10 @@ class PPOConfig:
             raise EsperError(f"no ratio {self.ratio!r}; choose from {', '.join(RATIOS)}")
         if min(self.updates, self.epochs, self.minibatches, self.accumulate) < 1:
             raise EsperError("updates, epochs, minibatches and accumulate must be at least 1")
+        if not all(0 <= value < 1 for value in self.explore) or not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
+            raise EsperError("explore must lie in [0, 1), gamma and gae_lambda in [0, 1]")
+        if min(self.clip, self.value_clip, self.max_grad_norm, self.target_kl) <= 0:
+            raise EsperError("clip, value_clip, max_grad_norm and target_kl must be above 0")
 
 
 class Knobs(NamedTuple):
@@ -73,7 +78,7 @@ class Knobs(NamedTuple):
     value_clip: Tensor
 
 
-NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error", "ratio_max", "ratio_min", "replay_error")
+NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error", "ratio_max", "ratio_min")
 _EXTREMES = NUMBERS.index("ratio_max")  # from here on pieces of a minibatch are combined by their extremes
 
 
@@ -89,9 +94,9 @@ class PPOAgent:
         self.optimizer = self._optimizer()
         self._parameters = list(self.network.parameters())
         self._ops = torch.tensor([int(op) for op in self.network.spec.ops], device=self.device)  # spec's numbers to LifecycleOp's
-        self._encode, self._losses, self._cell = self.network.encode, self._loss, None
+        self._encode, self._losses = self.network.encode, self._loss
         if compile:
-            self._encode, self._losses, self._cell = map(_compiled, (self.network.encode, self._loss, self.network.cell))
+            self._encode, self._losses = map(_compiled, (self.network.encode, self._loss))
 
     @property
     def network(self) -> FactoredRecurrentActorCritic:
@@ -123,18 +128,19 @@ class PPOAgent:
         """What acting must use for its log-probabilities to be those that learning replays."""
         return self.scheduled(self.config.explore)
 
+    @exact()
     def update(self, buffer: TamiyoRolloutBuffer, last_value: Tensor) -> PPOUpdateMetrics:
         """Learn from a full rollout, then forget it. `last_value` [N] is of what follows its last step."""
         self._check(buffer)
         buffer.compute_advantages_and_returns(self.config.gamma, self.config.gae_lambda, last_value)
+        error, entropies = self._replay(buffer)
         spread, summary = self._summarise(buffer)
         mean, std = buffer.normalize_advantages()
         self._rescale(spread)
         lr = self.scheduled(self.config.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        knobs = self._knobs()
-        entropies, log, stopped, skipped = self._learn(buffer, knobs)
+        log, stopped, skipped = self._learn(buffer, self._knobs())
         self.updates += 1
         heads = self._names()
         before = torch.cat([torch.stack([mean, std]), summary, entropies]).tolist()
@@ -143,7 +149,7 @@ class PPOAgent:
             "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True)),
             "head_grad_norm": {head: reduced("head_grad_norm", [entry[head] for entry in log]) for head in heads}}
         numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in (*NUMBERS, "grad_norm")}
-        numbers["replay_error"] = log[0]["replay_error"]
+        numbers["replay_error"] = error
         buffer.reset()
         return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
                                 explained_variance=before[2], steps=len(log) - skipped - stopped, skipped=skipped,
@@ -183,35 +189,36 @@ class PPOAgent:
         explore, entropy, clip = values.unbind()
         return Knobs(explore, entropy, clip, self.config.value_clip * self.network.value_scale)
 
-    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[Tensor, list[dict[str, float]], int, int]:
-        """(entropies of the heads before it, numbers of every optimiser step, was it stopped, how many steps were skipped)."""
+    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[str, float]], int, int]:
+        """(numbers of every optimiser step, was it stopped, how many steps were skipped)."""
         log: list[dict[str, float]] = []
-        entropies, skipped = torch.empty(0), 0
+        skipped = 0
         for _ in range(self.config.epochs):
             for batch in buffer.get_batched_sequences(self.config.minibatches, self.generator):
-                entropies = entropies if log else self._head_entropies(batch, knobs)
                 entry = self._gradient(batch, knobs)
                 log.append(entry)
-                if len(log) == 1 and entry["replay_error"] > self.config.replay_tolerance:
-                    raise EsperError(f"replaying the rollout gives log-probabilities or values that differ by "
-                                     f"{entry['replay_error']:.2g} from the stored ones; acting and learning must see the same "
-                                     f"observations, masks, memory and exploration")
                 if not math.isfinite(entry["grad_norm"]):
                     skipped += 1
                 elif entry["kl"] > self.config.kl_stop * self.config.target_kl:
-                    return entropies, log, 1, skipped
+                    return log, 1, skipped
                 else:
                     self.optimizer.step()
-        return entropies, log, 0, skipped
+        return log, 0, skipped
 
     @torch.no_grad()
-    def _head_entropies(self, batch: Sequences, knobs: Knobs) -> Tensor:
-        """[H]: conditional entropies as shares of their most, weighted by how likely a head is asked."""
-        decided, _ = self.network(batch.seen, batch.hidden, batch.reset)
-        distribution = ActionDistribution(self.network.spec, decided.logits, batch.masks, knobs.explore, validate=False)
-        share, asked = distribution.head_entropies()
+    def _replay(self, buffer: TamiyoRolloutBuffer) -> tuple[float, Tensor]:
+        """(largest difference from what acting stored, [H] the heads' conditional entropies then), before anything changes."""
+        (batch,) = buffer.get_batched_sequences()
+        again = self.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset, self.explore,
+                                              validate=False)
+        moved, drift = (again.scored.joint - batch.log_prob).abs(), (again.value - batch.value).abs() / (1 + batch.value.abs())
+        error = float(torch.where(batch.valid, torch.maximum(moved, drift), 0.0).amax())
+        if not error <= self.config.replay_tolerance:  # nor if it is no number
+            raise EsperError(f"replaying the rollout gives log-probabilities or values that differ by {error:.2g} from the "
+                             f"stored ones; acting and learning must see the same observations, masks, memory and exploration")
+        share, asked = again.distribution.head_entropies()
         asked = torch.where(batch.valid[..., None], asked, 0.0)
-        return (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-30)
+        return error, (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-30)
 
     def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[str, float]:
         """Gradients of one minibatch, clipped, and its numbers, the heads' gradient norms among them, in one transfer."""
@@ -221,13 +228,12 @@ class PPOAgent:
         pieces = parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]
         for piece in pieces:
             encoded = self._encode(piece.seen)
-            memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset, self._cell)
+            memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset)
             loss, told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
-            with exact_cudnn():
-                loss.backward()
+            loss.backward()
             numbers.append(told)
-        sums, highs, lows, drifts = torch.stack(numbers).split([_EXTREMES, 1, 1, 1], 1)
-        combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0), drifts.amax(0)])
+        sums, highs, lows = torch.stack(numbers).split([_EXTREMES, 1, 1], 1)
+        combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0)])
         raw = torch.stack(self._head_norms())
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
         listed = torch.cat([combined, norm[None], raw]).tolist()
@@ -256,9 +262,7 @@ class PPOAgent:
             kl = torch.where(acting, ratio - 1 - moved, 0.0).sum() / chosen
             clipped = torch.where(acting, (ratio - 1).abs() > knobs.clip, False).sum() / chosen
             error = torch.where(batch.valid, (value - batch.target).abs(), 0.0).sum() / (valid * network.value_scale)
-            drift = torch.where(batch.valid, (value - batch.value).abs(), 0.0) / network.value_scale
-            replay = torch.maximum(moved.abs(), drift).amax()
-            numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin(), replay])
+            numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin()])
         return loss, numbers
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
@@ -292,19 +296,29 @@ class PPOAgent:
     def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "PPOAgent":
         """An agent that goes on where the saved one stopped."""
         header, tensors = read_state(path, "agent")
-        agent = cls(Controller.decode(header, tensors, device), rebuilt(PPOConfig, header["config"]),
-                    rebuilt(Thresholds, header["thresholds"]), compile=compile)
-        agent.updates = header["updates"]
-        agent.detector.restore(header["anomalies"])
-        agent.generator.set_state(tensors["generator"])
+        controller = Controller.decode(header, tensors, device)
+        try:
+            config, thresholds = rebuilt(PPOConfig, header["config"]), rebuilt(Thresholds, header["thresholds"])
+            agent = cls(controller, config, thresholds, compile=compile)
+            agent.updates = header["updates"]
+            agent.detector.restore(header["anomalies"])
+            agent.generator.set_state(tensors["generator"])
+        except (KeyError, TypeError) as error:
+            raise StateFormatError(f"{path} is not a whole agent: {error}") from error
+        agent._restore_moments({name: t for name, t in tensors.items() if name.startswith("optimizer.")})
+        return agent
+
+    def _restore_moments(self, tensors: dict[str, Tensor]) -> None:
+        """Of every weight, or of none if nothing was learned yet."""
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        expected = {f"optimizer.{i}.{part}": p for i, p in enumerate(ordered) for part in ("exp_avg", "exp_avg_sq")}
+        if tensors:
+            check_tensors("moments", expected, {name: t for name, t in tensors.items() if not name.endswith(".step")})
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, index, part = name.split(".")
-                moments.setdefault(int(index), {})[part] = tensor
-        whole = agent.optimizer.state_dict()
-        agent.optimizer.load_state_dict({"state": moments, "param_groups": whole["param_groups"]})
-        return agent
+            _, index, part = name.split(".")
+            moments.setdefault(int(index), {})[part] = tensor
+        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """A controller: the network with the statistics that scale what it sees, as one thing to run, save and load."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionSpec, Field, Observation, ObservationSpec, StateFormatError, View
+from esper.leyline import ActionSpec, EsperError, Field, Observation, ObservationSpec, StateFormatError, View
 from esper.leyline.keys import mix, uniform
 from esper.leyline.storage import plain, rebuilt
 from esper.tamiyo.masks import ActionMasks, action_masks
-from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig
+from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig, exact
 from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
 
 
@@ -52,6 +53,12 @@ class Controller:
         return self.network.trunk_op.device
 
     def bound_to(self, spec: ActionSpec) -> "Controller":
+        """For hosts with other slots or blueprints; it must see what hosts show."""
+        for name in ("row", "slot", "candidate"):
+            mine, shown = (getattr(seen, name) for seen in (self.network.observation, OBSERVATION))
+            if mine != shown:
+                odd = sorted({f.name for f in {*mine} ^ {*shown}}) or ["the order"]
+                raise EsperError(f"this controller sees other {name} fields than there are: {', '.join(odd)} differ")
         return Controller(self.network.bound_to(spec), self.normaliser)
 
     def act(self, glimpse: Glimpse, hidden: Tensor, explore: float = 0.0, greedy: bool = False) -> tuple[Observation, Acted]:
@@ -60,6 +67,7 @@ class Controller:
         return seen, self.network.get_action(seen, glimpse.masks, hidden, None if greedy else glimpse.u, explore)
 
     @torch.no_grad()
+    @exact()
     def value(self, seen: Observation, hidden: Tensor) -> Tensor:
         """[N]: what a raw observation promises."""
         decided, _ = self.network(Observation(*(part.unsqueeze(0) for part in self.normaliser(seen))), hidden)
@@ -68,7 +76,8 @@ class Controller:
 
     def header(self) -> dict[str, Any]:
         net = self.network
-        return {"spec": plain(net.spec), "network": plain(net.config), "observation": plain(net.observation)}
+        return {"spec": plain(net.spec), "network": plain(net.config), "observation": plain(net.observation),
+                "limit": self.normaliser.limit}
 
     def tensors(self) -> dict[str, Tensor]:
         weights = {f"network.{name}": t.detach().cpu() for name, t in self.network.state_dict().items()}
@@ -76,17 +85,27 @@ class Controller:
 
     @classmethod
     def decode(cls, header: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> "Controller":
-        observation = ObservationSpec(*(tuple(rebuilt(Field, field) for field in header["observation"][name])
-                                        for name in ("row", "slot", "candidate")))
-        spec, config = rebuilt(ActionSpec, header["spec"]), rebuilt(NetworkConfig, header["network"])
-        controller = cls.fresh(spec, config, observation)
+        try:
+            observation = ObservationSpec(*(tuple(rebuilt(Field, field) for field in header["observation"][name])
+                                            for name in ("row", "slot", "candidate")))
+            spec, config = rebuilt(ActionSpec, header["spec"]), rebuilt(NetworkConfig, header["network"])
+            network = FactoredRecurrentActorCritic(spec, config, observation)
+            controller = cls(network, Normaliser(observation, limit=header["limit"]))
+        except (KeyError, TypeError) as error:
+            raise StateFormatError(f"this file does not describe a controller: {error}") from error
         weights = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("network.")}
-        expected = controller.network.state_dict()
-        wrong = [name for name in expected.keys() | weights.keys() if name not in expected or name not in weights
-                 or expected[name].shape != weights[name].shape]
-        if wrong:
-            raise StateFormatError(f"these weights are of another controller: {', '.join(sorted(wrong)[:3])} differ")
+        scales = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("normaliser.")}
+        check_tensors("weights", controller.network.state_dict(), weights)
+        check_tensors("scales", controller.normaliser.tensors(), scales)
         controller.network.load_state_dict(weights)
         controller.network.to(device)
-        controller.normaliser.load({name: tensors[f"normaliser.{name}"] for name in controller.normaliser.tensors()})
+        controller.normaliser.load(scales)
         return cls(controller.network, controller.normaliser)
+
+
+def check_tensors(what: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """The same names with the same shapes, or one sentence."""
+    wrong = [name for name in expected.keys() | found.keys() if name not in expected or name not in found
+             or expected[name].shape != found[name].shape]
+    if wrong:
+        raise StateFormatError(f"these {what} are of another controller: {', '.join(sorted(wrong)[:3])} differ")

@@ -13,7 +13,6 @@ from torch import Tensor
 from esper.leyline import TEMPOS, ActionSpec, EsperError, Head, InvalidStateMachineError, LifecycleOp, View
 
 Pair = tuple[LifecycleOp, Head]
-SHAPES = {"op": "[N, ops]", "slot": "[N, ops, slots]"}
 
 
 class ActionMasks(NamedTuple):
@@ -103,8 +102,9 @@ def _values(view: View, op: LifecycleOp, head: Head) -> Tensor:
         return view.free_targets.clone()
     if op is LifecycleOp.PRUNE and head is Head.ALPHA_SPEED:  # a seed without effect has nothing to fade
         return torch.where((view.seeds.alpha > 0)[..., None], every, _only(spec.head_sizes[head], 0))
-    if head is Head.ALPHA_CURVE and Head.ALPHA_SPEED not in spec.heads and spec.defaults[Head.ALPHA_SPEED] == 0:
-        return every & default
+    if head is Head.ALPHA_CURVE and Head.ALPHA_SPEED not in spec.heads:  # at once, or from nothing, has no curve
+        fades = (view.seeds.alpha > 0)[..., None] | torch.tensor(op is not LifecycleOp.PRUNE)
+        return torch.where(fades & torch.tensor(spec.defaults[Head.ALPHA_SPEED] != 0), every, default)
     return every
 
 
@@ -112,7 +112,10 @@ def _in_time(view: View) -> Tensor:
     """bool [N, tempos]: would a seed that germinates now with this tempo still be kept before the end?"""
     if view.settling is None:
         return torch.ones(len(view.clock), len(TEMPOS), dtype=torch.bool)
-    return (view.horizon - view.clock)[:, None] >= torch.tensor(TEMPOS) + view.settling
+    ramp = torch.tensor(TEMPOS)
+    if LifecycleOp.SET_ALPHA_TARGET in view.spec.ops:  # which can end a ramp: one epoch of it, and one at speed 0
+        ramp = ramp.clamp(max=2)
+    return (view.horizon - view.clock)[:, None] >= ramp + view.settling
 
 
 def _only(size: int, choice: int) -> Tensor:

@@ -10,10 +10,10 @@ Legend: T steps, B rows, S slots, K blueprints, O ops, A ops that name a slot, H
 
 import copy
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,18 @@ class NetworkConfig:
     """Without it the LSTM forgets everything before each step."""
 
 
-def exact_cudnn() -> AbstractContextManager[None]:
-    """cuDNN without TF32, for an LSTM's forward and its backward: memory must come back as it was."""
-    context: AbstractContextManager[None] = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
-    return context
-
-
-Cell = Callable[..., tuple[Tensor, Tensor]]
+@contextmanager
+def exact() -> Iterator[None]:
+    """No TF32 in here, whatever it is outside: replay must agree with acting."""
+    places: tuple[Any, ...] = (torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
 
 
 class Encoded(NamedTuple):
@@ -73,7 +78,6 @@ class Evaluated(NamedTuple):
     scored: Scored
     distribution: ActionDistribution
     value: Tensor  # [T, B]
-    hidden: Tensor  # [B, 2, H]
 
 
 class FactoredRecurrentActorCritic(nn.Module):
@@ -97,10 +101,10 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.trunk_state = nn.Linear(size.hidden, size.trunk)
         self.trunk_slot = nn.Linear(size.slot, size.trunk, bias=False)
         self.trunk_op = nn.Parameter(torch.zeros(len(self.acting), size.trunk))
-        self.slot_pointer = nn.Linear(size.trunk, 1)
+        self.slot_pointer = nn.Linear(size.trunk, 1, bias=False)
         self.heads = nn.ModuleDict({head.name.lower(): nn.Linear(size.trunk, self._width(head))
                                     for head in sorted({head for _, head in spec.pairs})})
-        self.register_buffer("value_scale", torch.ones(()))
+        self.register_buffer("value_scale", torch.tensor(0.01))  # near zero at birth, in any unit of reward
         self._initialise()
 
     def _width(self, head: Head) -> int:
@@ -160,38 +164,28 @@ class FactoredRecurrentActorCritic(nn.Module):
         slot = self.slot_encoder(pooled)
         return Encoded(self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.max(-2).values], -1)), slot, candidate)
 
-    def remember(self, features: Tensor, hidden: Tensor, reset: Tensor | None, cell: Cell | None = None) -> tuple[Tensor, Tensor]:
-        """(outputs [T, B, H], hidden) of the LSTM; `reset` bool [T, B] empties the memory in front of a step.
+    def remember(self, features: Tensor, hidden: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(outputs [T, B, H], hidden behind them) of the LSTM; `reset` bool [T, B] empties the memory in front of a step.
 
-        Without resets the whole sequence is one call, with them a loop of single steps, or of `cell` if one is given.
+        With resets every stretch between them is a sequence of its own, all run in one call; what is behind is then unknown.
         """
         if not self.config.memory:
             reset = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
         if reset is None:
-            out, h, c = self._run(features, *hidden.unbind(1))
-            return out, torch.stack([h, c], 1)
-        (h, c), keep, outs = hidden.unbind(1), (~reset).to(features.dtype).unsqueeze(-1), []
-        for step in range(len(features)):
-            if cell is None:
-                _, h, c = self._run(features[step : step + 1], h * keep[step], c * keep[step])
-            else:
-                h, c = cell(features[step], h * keep[step], c * keep[step], *self._lstm_weights())
-            outs.append(h)
-        return torch.stack(outs), torch.stack([h, c], 1)
-
-    def _run(self, features: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(outputs [T, B, H], h, c): the library's LSTM, which acting uses too."""
-        with exact_cudnn():
-            out, (h, c) = self.lstm(features, (h[None].contiguous(), c[None].contiguous()))
-        return out, h[0], c[0]
-
-    @staticmethod
-    def cell(x: Tensor, h: Tensor, c: Tensor, inward: Tensor, inner: Tensor, *biases: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the LSTM in plain operations, which can be compiled."""
-        gates = torch.addmm(nn.functional.linear(x, inward, biases[0] + biases[1]), h, inner.t())
-        enter, forget, new, leave = gates.chunk(4, -1)
-        c = forget.sigmoid() * c + enter.sigmoid() * new.tanh()
-        return leave.sigmoid() * c.tanh(), c
+            out, (h, c) = self.lstm(features, (hidden[None, :, 0].contiguous(), hidden[None, :, 1].contiguous()))
+            return out, torch.stack([h[0], c[0]], 1)
+        steps, rows = reset.shape
+        begins = reset.clone()
+        begins[0] = True
+        stretch = begins.t().flatten().cumsum(0).view(rows, steps).t() - 1  # [T, B] number of the stretch
+        clock = torch.arange(steps, device=reset.device)[:, None].expand(steps, rows)
+        place = clock - torch.where(begins, clock, 0).cummax(0).values  # [T, B] step within it
+        count, longest = int(stretch[-1, -1]) + 1, int(place.max()) + 1
+        inputs = features.new_zeros(longest, count, features.shape[2]).index_put((place, stretch), features)
+        first = torch.where(reset[0, :, None, None], 0.0, hidden)
+        memory = hidden.new_zeros(count, *hidden.shape[1:]).index_put((stretch[0],), first)
+        out, _ = self.lstm(inputs, (memory[None, :, 0].contiguous(), memory[None, :, 1].contiguous()))
+        return out[place, stretch], None
 
     def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor) -> Decided:
         """Everything behind the memory."""
@@ -212,13 +206,14 @@ class FactoredRecurrentActorCritic(nn.Module):
         logits = ActionLogits(self.op_head(state), torch.stack(slots, -2), values)
         return Decided(logits, self.value_scale * self.value_head(state).squeeze(-1))
 
-    def forward(self, seen: Observation, hidden: Tensor | None = None, reset: Tensor | None = None) -> tuple[Decided, Tensor]:
-        """(logits and values of a sequence [T, B, ...], hidden behind it)."""
+    def forward(self, seen: Observation, hidden: Tensor | None = None,
+                reset: Tensor | None = None) -> tuple[Decided, Tensor | None]:
+        """(logits and values of a sequence [T, B, ...], hidden behind it if there were no resets)."""
         self._check(seen, hidden, reset)
         hidden = self.get_initial_hidden(seen.row.shape[1]) if hidden is None else hidden
         encoded = self.encode(seen)
-        memory, hidden = self.remember(encoded.features, hidden, reset)
-        return self.decide(memory, encoded.slot, encoded.candidate), hidden
+        memory, behind = self.remember(encoded.features, hidden, reset)
+        return self.decide(memory, encoded.slot, encoded.candidate), behind
 
     def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None) -> None:
         width, rows = self.observation.widths, tuple(seen.row.shape[:2])
@@ -238,6 +233,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             raise EsperError(f"reset is {reset.dtype} {list(reset.shape)}; expected torch.bool {list(rows)}")
 
     @torch.no_grad()
+    @exact()
     def get_action(self, seen: Observation, masks: ActionMasks, hidden: Tensor, u: Tensor | None,
                    explore: Tensor | float = 0.0) -> Acted:
         """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None.
@@ -245,16 +241,17 @@ class FactoredRecurrentActorCritic(nn.Module):
         Nothing here carries a gradient: the log-probabilities are those of behaviour, the denominator of a ratio.
         `evaluate_actions` scores with gradients.
         """
-        decided, hidden = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden)
+        decided, behind = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden)
+        behind = self.get_initial_hidden(len(hidden)) if behind is None else behind  # a mind without memory
         logits = ActionLogits(decided.logits.op[0], decided.logits.slot[0], {k: v[0] for k, v in decided.logits.values.items()})
         distribution = ActionDistribution(self.spec, logits, masks, explore)
         actions = distribution.mode() if u is None else distribution.sample(u)
         scored = distribution.score(actions)
-        return Acted(actions, scored.joint, scored.heads, scored.relevant, decided.value[0], hidden)
+        return Acted(actions, scored.joint, scored.heads, scored.relevant, decided.value[0], behind)
 
     def evaluate_actions(self, seen: Observation, masks: ActionMasks, actions: Tensor, hidden: Tensor | None,
                          reset: Tensor | None = None, explore: Tensor | float = 0.0, validate: bool = True) -> Evaluated:
         """Score actions [T, B, heads] of sequences that began at `hidden`, with gradients."""
-        decided, hidden = self.forward(seen, hidden, reset)
+        decided, _ = self.forward(seen, hidden, reset)
         distribution = ActionDistribution(self.spec, decided.logits, masks, explore, validate)
-        return Evaluated(distribution.score(actions), distribution, decided.value, hidden)
+        return Evaluated(distribution.score(actions), distribution, decided.value)

@@ -8,13 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, View
+from esper.leyline import RELEVANCE, ActionSpec, EsperError, Head, LifecycleOp, View
 
 
 def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
     """Full actions [N, heads] as the heads and op numbers of a spec."""
     number = torch.full((len(LifecycleOp),), -1)
     number[torch.tensor(spec.ops)] = torch.arange(len(spec.ops))
+    absent = [head for head in Head if head not in spec.heads]
+    defaults = torch.tensor([spec.defaults[head] for head in absent], dtype=torch.int64)
+    lost = (full[:, absent] != defaults) & torch.tensor(RELEVANCE)[full[:, Head.OP]][:, absent]
+    if bool(lost.any()):
+        head = absent[int(lost.any(0).nonzero()[0])]
+        raise EsperError(f"a policy chose a {head.name.lower()}, which this action spec leaves at its default")
     full = full.clone()
     full[:, Head.OP] = number[full[:, Head.OP]]
     if bool((full[:, Head.OP] < 0).any()):
