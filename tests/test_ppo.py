@@ -11,11 +11,11 @@ import torch
 
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, StateFormatError
 from esper.leyline.storage import read_state, write_state
-from esper.simic import AnomalyDetector, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
+from esper.simic import AnomalyDetector, Collector, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
 from esper.simic import ppo as ppo_module
 from esper.simic.metrics import METRICS, check_metrics
 from esper.tamiyo import Controller, Learned, NetworkConfig
-from tests.minds import SEES, SPEC, TINY, agent, filled, op_index
+from tests.minds import SEES, SPEC, TINY, Chance, agent, filled, op_index
 
 SOURCES = Path(ppo_module.__file__).parents[1]
 
@@ -425,3 +425,136 @@ def test_imports_stand_at_the_top_and_files_stay_small() -> None:
                 lazy = {alias.name.split(".")[0] for n in nested for alias in n.names} | \
                        {(n.module or "").split(".")[0] for n in nested if isinstance(n, ast.ImportFrom)}
                 assert "esper" not in lazy, (path, node.name)
+
+
+def moved(batch: object, by: float) -> object:
+    """As if the policy had been `by` likelier to act so when it acted: ratios become exp(-by)."""
+    return batch._replace(log_prob=batch.log_prob + by)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("shift", "sign", "alive"), [(-1, 1, False), (-1, -1, True), (1, 1, True), (1, -1, False)])
+def test_the_clip_stops_what_went_far_enough(shift: float, sign: float, alive: bool) -> None:
+    """No gradient where the ratio is outside the range on the side that the advantage asks for; all of it on the other."""
+    mind = agent(entropy=(0.0, 0.0), value_weight=0.0)
+    batch = prepared(mind)
+    advantage = torch.full_like(batch.advantage, sign)
+    numbers = mind._gradient(moved(batch._replace(advantage=advantage), shift), mind._knobs())
+    assert any(bool((g != 0).any()) for g in gradients(mind).values()) == alive
+    assert numbers["clip_fraction"] == pytest.approx(1.0)
+
+
+def test_the_value_is_clipped_towards_its_old_self() -> None:
+    """The larger of two errors counts: near the target, but far from the old value, the clipped one does."""
+    mind = agent(value_clip=0.1, entropy=(0.0, 0.0), value_weight=1.0)
+    batch = prepared(mind)
+    mind.network.rescale_value(torch.tensor(1.0))
+    again = mind.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset, mind.explore)
+    jumped = batch._replace(value=again.value.detach() - 1.0, target=again.value.detach() + 0.1)
+    numbers = mind._gradient(jumped, mind._knobs())
+    assert numbers["value_loss"] == pytest.approx(0.5 * 1.0**2, rel=1e-3), "0.5 x (old + 0.1 - target)^2, not 0.5 x 0.1^2"
+    assert not bool((gradients(mind)["value_head.2.weight"] != 0).any()), "and it has no gradient"
+
+
+def test_the_gradient_is_clipped_and_the_learning_rate_is_used() -> None:
+    mind = agent(max_grad_norm=1e-3, learning_rate=(3e-4, 3e-4))
+    numbers = mind._gradient(prepared(mind), mind._knobs())
+    total = torch.stack([g.norm() for g in gradients(mind).values()]).norm()
+    assert numbers["grad_norm"] > 1e-3
+    assert float(total) == pytest.approx(1e-3, rel=1e-2)
+    mind.update(*filled(mind))
+    assert {group["lr"] for group in mind.optimizer.param_groups} == {3e-4}
+    still = agent(learning_rate=(0.0, 0.0), critic_decay=0.0)
+    before = weights(still)
+    still.update(*filled(still))
+    unscaled = [name.startswith("value_head.2") for name, _ in still.network.named_parameters()]
+    assert all(scaled or torch.equal(a, b) for scaled, a, b in zip(unscaled, before, weights(still), strict=True))
+
+
+def test_the_bonus_raises_entropy() -> None:
+    mind = agent(entropy=(1.0, 1.0), value_weight=0.0, explore=(0.0, 0.0), epochs=8, learning_rate=(1e-2, 1e-2))
+    mind.network.op_head[-1].bias.detach()[0] = 2.0
+    seen = []
+    for seed in range(3):
+        buffer, last = filled(mind, seed=seed)
+        buffer["reward"].zero_()
+        seen.append(mind.update(buffer, last).entropy)
+    assert seen[-1] > seen[0] + 0.05
+
+
+def test_an_update_normalises_its_advantages() -> None:
+    """A tenfold reward is the same lesson for the actor."""
+    found = []
+    for scale in (1.0, 10.0):
+        mind = agent(value_weight=0.0, max_grad_norm=1e9, entropy=(0.0, 0.0), gae_lambda=1.0, gamma=1.0)
+        buffer, last = filled(mind, ends=1.0, cuts=0.0)
+        buffer["reward"].mul_(scale)
+        buffer["value"].zero_()
+        mind.config = dataclasses.replace(mind.config, replay_tolerance=10.0)
+        mind.update(buffer, last)
+        found.append(weights(mind))
+    unscaled = [not name.startswith("value_head") for name, _ in mind.network.named_parameters()]
+    for same, a, b in zip(unscaled, *found, strict=True):
+        if same:
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_reported_kl_is_that_of_whole_actions() -> None:
+    """Against the mean over many draws of the exact log-ratio: nothing is divided by the number of heads."""
+    mind = agent(entropy=(0.0, 0.0), explore=(0.0, 0.0), learning_rate=(3e-2, 3e-2), epochs=1)
+    mind.network.op_head[-1].weight.detach().mul_(30)
+    batch = prepared(mind, rows=64, steps=40)
+    other = agent(seed=1, explore=(0.0, 0.0))
+    again = other.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset)
+    ratio = (again.scored.joint - batch.log_prob)[batch.chosen].detach()
+    expected = (ratio.exp() - 1 - ratio).mean()
+    told = PPOAgent(other.controller, dataclasses.replace(mind.config))._gradient(batch, mind._knobs())
+    assert told["kl"] == pytest.approx(float(expected), rel=1e-4)
+    assert told["kl"] > 0.01
+
+
+def test_collecting_bootstraps_from_what_a_cut_row_would_have_seen() -> None:
+    mind = agent(network=TINY)
+    world = Chance(6, ends=0.0, cuts=0.5)
+    seen: list = []
+    step = world.step
+
+    def watched(actions: torch.Tensor) -> object:
+        outcome = step(actions)
+        seen.append(outcome)
+        return outcome
+
+    world.step = watched  # type: ignore[method-assign, assignment]
+    buffer = mind.buffer(1, 6)
+    collector = Collector(mind, world, 6)
+    last = collector.fill(buffer)
+    expected = mind.controller.value(seen[0].final, collector.hidden)
+    torch.testing.assert_close(buffer["bootstrap"][0], expected)
+    assert bool(seen[0].truncated.any())
+    ahead = world.look()
+    assert last.shape == ahead.reset.shape
+    assert bool((last != 0).all()), "rows that go on are worth something"
+    world.step = lambda actions: step(actions)._replace(final=None, truncated=torch.ones(6, dtype=torch.bool))  # type: ignore
+    buffer.reset()
+    with pytest.raises(EsperError, match="a row was cut, and the world does not say what it would have seen next"):
+        collector.fill(buffer)
+
+
+def test_acting_and_learning_use_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is set outside, and it is as it was afterwards."""
+    places = (torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
+    inside: list = []
+    run = torch.nn.LSTM.forward
+    monkeypatch.setattr(torch.nn.LSTM, "forward",
+                        lambda *args: (inside.append([place.fp32_precision for place in places]), run(*args))[1])
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "tf32"
+        mind = agent()
+        mind.update(*filled(mind))
+        assert [place.fp32_precision for place in places] == ["tf32", "tf32"]
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+    assert len(inside) > 12
+    assert all(seen == ["ieee", "ieee"] for seen in inside)

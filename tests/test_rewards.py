@@ -7,9 +7,9 @@ from experiments.unfarmable import search
 from esper.kasmina import Host, blueprints_for
 from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
 from esper.simic.growth import Growth
-from esper.simic.rewards import REWARDS, Ledger, bounds
+from esper.simic.rewards import REWARDS, Ledger
 from esper.tamiyo import Random, Scripted, Wait, entry
-from esper.tolaria import PreviewConfig, Twins
+from esper.tolaria import MorphogeneticEnv, PreviewConfig, Twins
 from tests.workshop import toy_env, toy_family
 
 HOST = Host("mlp", widths=(8, 8))
@@ -108,6 +108,20 @@ def test_shaping_changes_no_return() -> None:
     paid = world(24, "shaped")
     first = paid.step(Random(2)(paid.env.view()))
     assert bool((first.reward > 0).any()), "a life that moves on is paid for it, and pays it back"
+
+
+def bounds(env: MorphogeneticEnv) -> tuple[torch.Tensor, torch.Tensor]:
+    """(least, most) [N] that `utility` can return: all or nothing in score, at the highest cost there is."""
+    costs = torch.tensor([[(p.cost.params + p.gate_size, p.cost.flops + 2 * p.gate_size) for p in slot]
+                          for slot in env.population.prototypes])  # [S, K, 2]
+    most, host = costs.amax(1).sum(0), env.family.host.cost.flops
+    spent = (3 * most[1] + 2 * host * env.spec.slots) / (3 * host)
+    previews = 0.0
+    if env.previews is not None:
+        share = env.previews.steps / env.feed.steps / env.previews.every
+        previews = float((costs[..., 1] * 3 + 2 * host).sum() / (3 * host)) * share
+    cost = env.scenarios.price * most[0] + env.scenarios.flop_price * (spent + previews)
+    return -1 - cost, torch.ones_like(cost)
 
 
 @pytest.mark.parametrize("previews", [None, PreviewConfig(every=2, steps=2)])

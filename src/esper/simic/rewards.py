@@ -108,17 +108,3 @@ class Ledger:
         paid = {name: torch.where(self.closed, 0.0, term - self.before.get(name, zero)) for name, term in terms.items()}
         self.before, self.closed = terms, self.closed | now.over
         return paid
-
-
-def bounds(env: MorphogeneticEnv) -> tuple[Tensor, Tensor]:
-    """(least, most) [N] that `utility` can return: all or nothing in score, at the highest cost there is."""
-    costs = torch.tensor([[(p.cost.params + p.gate_size, p.cost.flops + 2 * p.gate_size) for p in slot]
-                          for slot in env.population.prototypes])  # [S, K, 2]
-    most, host = costs.amax(1).sum(0), env.family.host.cost.flops
-    spent = (3 * most[1] + 2 * host * env.spec.slots) / (3 * host)
-    previews = 0.0
-    if env.previews is not None:
-        share = env.previews.steps / env.feed.steps / env.previews.every
-        previews = float((costs[..., 1] * 3 + 2 * host).sum() / (3 * host)) * share
-    cost = env.scenarios.price * most[0] + env.scenarios.flop_price * (spent + previews)
-    return -1 - cost, torch.ones_like(cost)
