@@ -17,6 +17,7 @@ import torch
 
 from esper.leyline import LifecycleOp
 from esper.simic import Collector, PPOAgent, PPOConfig
+from esper.simic.training import learn
 from esper.tamiyo import Controller, NetworkConfig
 
 if __package__:
@@ -73,9 +74,7 @@ def garden(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128,
     controller = Controller.fresh(world.spec, SMALL, world.observation)
     config = PPOConfig(updates=updates, ratio=ratio, entropy=(0.2, 0.001), explore=(0.05, 0.0))
     agent = PPOAgent(controller, config, seed=seed)
-    collector, buffer = Collector(agent, world, rows), agent.buffer(world.horizon, rows)
-    for _ in range(updates):
-        agent.update(buffer, collector.fill(buffer))
+    learn(agent, world, rows, world.horizon, begin=lambda number: None, after=lambda number, metrics: None)
     exam, hidden = Garden(256, seed + 1), controller.network.get_initial_hidden(256)
     for _ in range(exam.horizon):
         _, acted = controller.act(exam.look(), hidden, greedy=True)
