@@ -104,7 +104,8 @@ def test_views_read_the_store_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("fame = 1", "has no use for fame"), ("[ppo]\nfame = 1", r"\[ppo\] has no use for fame"),
-    ("rounds = 'two'", "rounds is 'two'"), ("rounds = ", "cannot read --config"), ("rounds = 0", "must be at least 1"), ("reward = 'fame'", "choose a reward from"),
+    ("rounds = 'two'", "rounds is 'two'"), ("rounds = ", "cannot read --config"), ("rounds = 0", "must be at least 1"),
+    ("reward = 'fame'", "choose a reward from"),
 ])
 def test_bad_configs_are_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"

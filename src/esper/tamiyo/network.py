@@ -180,7 +180,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         stretch = begins.t().flatten().cumsum(0).view(rows, steps).t() - 1  # [T, B] number of the stretch
         clock = torch.arange(steps, device=reset.device)[:, None].expand(steps, rows)
         place = clock - torch.where(begins, clock, 0).cummax(0).values  # [T, B] step within it
-        count, longest = int(stretch[-1, -1]) + 1, int(place.max()) + 1
+        last, most = torch.stack([stretch[-1, -1], place.max()]).tolist()
+        count, longest = last + 1, most + 1
         inputs = features.new_zeros(longest, count, features.shape[2]).index_put((place, stretch), features)
         first = torch.where(reset[0, :, None, None], 0.0, hidden)
         memory = hidden.new_zeros(count, *hidden.shape[1:]).index_put((stretch[0],), first)
