@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_readme_figures_are_the_committed_ones() -> None:
         assert f"| {result['samples_per_second']['population']:,.0f} |" in text
         origin = "{hardware}, torch {torch} | {date}, {commit} |".format(**result)
         assert f"| {result['ratio']:.1f} | {origin}" in text
+
+
+def test_readme_updates_are_the_committed_ones() -> None:
+    text = README.read_text()
+    results = sorted((README.parent / "benchmarks" / "results").glob("rl-*.json"))
+    assert len(results) == 5
+    for path in results:
+        result = json.loads(path.read_text())
+        assert f"| {result['transitions_per_second']['esper']:,.0f} |" in text
+        origin = "{hardware}, torch {torch} | {date}, {commit} |".format(**result)
+        milliseconds = 1000 * statistics.median(result["rounds_seconds"]["esper"])
+        assert f"| {milliseconds:,.0f} ms | {origin}" in text
 
 
 def test_readme_sweeps_are_the_committed_ones() -> None:
