@@ -15,7 +15,7 @@ from population import arguments, hardware
 from esper.bench_rl import RLBench, run_rl_bench
 from esper.memory import keep_freed_memory
 
-CPU = [{"rows": 8, "steps": 128}, {"rows": 32, "steps": 30}, {"rows": 256, "steps": 30}]
+CPU = [{"rows": 8, "steps": 128}, {"rows": 8, "steps": 128, "episode": 40}, {"rows": 32, "steps": 30}, {"rows": 256, "steps": 30}]
 CUDA = [{"rows": 256, "steps": 30, "device": "cuda", "compile": compile} for compile in (False, True)]
 
 
@@ -26,7 +26,8 @@ def main() -> None:
         config = RLBench(**options_of_one, updates=7)  # type: ignore[arg-type]
         result = run_rl_bench(config)
         result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
-        name = f"rl-{config.rows}x{config.steps}-{config.device}{'-compiled' * config.compile}.json"
+        shape = f"{config.rows}x{config.steps}" + (f"-by-{config.episode}" if config.episode else "")
+        name = f"rl-{shape}-{config.device}{'-compiled' * config.compile}.json"
         (out / name).write_text(json.dumps(result, indent=1) + "\n")
         seconds = {learner: statistics.median(values) for learner, values in result["rounds_seconds"].items()}
         print(name, result["transitions_per_second"], seconds, result.get("ratio"), flush=True)

@@ -43,7 +43,7 @@ def test_readme_figures_are_the_committed_ones() -> None:
 def test_readme_updates_are_the_committed_ones() -> None:
     text = README.read_text()
     results = sorted((README.parent / "benchmarks" / "results").glob("rl-*.json"))
-    assert len(results) == 5
+    assert len(results) == 6
     for path in results:
         result = json.loads(path.read_text())
         assert f"| {result['transitions_per_second']['esper']:,.0f} |" in text

@@ -179,6 +179,13 @@ def test_what_acting_returns_carries_no_gradient() -> None:
     acted.log_prob.clone().add_(1)  # and they are ordinary tensors
 
 
+def test_a_broken_mind_does_not_act() -> None:
+    net, masks, look = network(), random_masks(SPEC, 4, torch.Generator().manual_seed(0)), seen(1, 4)
+    look.row[0, 2, 0] = torch.nan
+    with pytest.raises(EsperError, match="not finite; its weights or observations are broken"):
+        net.get_action(Observation(*(p[0] for p in look)), masks, net.get_initial_hidden(4), torch.rand(4, 8))
+
+
 def test_the_value_does_not_depend_on_the_action() -> None:
     net, look = network(), seen(5, 3)
     before = net(look)[0].value

@@ -31,7 +31,9 @@ class RLBench:
     rows: int = 8
     """Environments."""
     steps: int = 128
-    """Steps of an episode, and of a rollout."""
+    """Steps of a rollout."""
+    episode: int = 0
+    """Steps of an episode; 0 is as many as a rollout's."""
     epochs: int = 4
     """Passes over a rollout."""
     minibatches: int = 4
@@ -50,6 +52,8 @@ class RLBench:
     def __post_init__(self) -> None:
         if min(self.rows, self.steps, self.epochs, self.minibatches, self.hidden, self.updates) < 1:
             raise EsperError("--rows, --steps, --epochs, --minibatches, --hidden and --updates must be at least 1")
+        if self.episode < 0:
+            raise EsperError("--episode must be at least 0")
         if self.rows % self.minibatches:
             raise EsperError(f"--rows {self.rows} cannot be cut into {self.minibatches} equal minibatches; change one of them")
         check_device(self.device)
@@ -78,7 +82,7 @@ class Noise:
         return Glimpse(seen, masks, first, self._random(len(spec.heads)))
 
     def step(self, actions: Tensor) -> Outcome:
-        self.at = (self.at + 1) % self.config.steps
+        self.at = (self.at + 1) % (self.config.episode or self.config.steps)
         over = torch.full((self.config.rows,), self.at == 0, device=self.config.device)
         return Outcome(self._random(), over, torch.zeros_like(over))
 
@@ -112,7 +116,7 @@ def run_rl_bench(config: RLBench) -> dict[str, Any]:
         from esper.bench_sb3 import Theirs
         spec, (row, slot, candidate) = learners["esper"].agent.network.spec, OBSERVATION.widths
         width = row + spec.slots * (slot + len(spec.blueprints) * candidate)
-        shape = (config.rows, config.steps, config.epochs, config.minibatches)
+        shape = (config.rows, config.steps, config.episode or config.steps, config.epochs, config.minibatches)
         learners["sb3-contrib"] = Theirs(*shape, config.hidden, width, spec.sizes)
     seconds: dict[str, list[float]] = {name: [] for name in learners}
     for number in range(config.updates + 2):  # the first two are rehearsals

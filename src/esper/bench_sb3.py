@@ -29,9 +29,9 @@ class Features(BaseFeaturesExtractor):
 class Noise(VecEnv):
     """Episodes of random observations and rewards, all of the same length."""
 
-    def __init__(self, rows: int, steps: int, width: int, sizes: tuple[int, ...]) -> None:
+    def __init__(self, rows: int, episode: int, width: int, sizes: tuple[int, ...]) -> None:
         super().__init__(rows, gymnasium.spaces.Box(0, 1, (width,), np.float32), gymnasium.spaces.MultiDiscrete(sizes))
-        self.steps, self.at, self.random = steps, 0, np.random.default_rng(0)
+        self.episode, self.at, self.random = episode, 0, np.random.default_rng(0)
 
     def _seen(self) -> Any:
         return self.random.random((self.num_envs, *self.observation_space.shape), np.float32)
@@ -43,7 +43,7 @@ class Noise(VecEnv):
     def step_async(self, actions: Any) -> None: ...
 
     def step_wait(self) -> Any:
-        self.at = (self.at + 1) % self.steps
+        self.at = (self.at + 1) % self.episode
         seen, over = self._seen(), np.full(self.num_envs, self.at == 0)
         infos = [{"terminal_observation": row} if self.at == 0 else {} for row in seen]
         return seen, self.random.random(self.num_envs, np.float32), over, infos
@@ -70,12 +70,12 @@ class _Nothing(BaseCallback):
 class Theirs:
     """One learner, `width` numbers in and `sizes` choices out."""
 
-    def __init__(self, rows: int, steps: int, epochs: int, minibatches: int, hidden: int, width: int,
+    def __init__(self, rows: int, steps: int, episode: int, epochs: int, minibatches: int, hidden: int, width: int,
                  sizes: tuple[int, ...]) -> None:
         torch.manual_seed(0)
         policy = {"lstm_hidden_size": hidden, "shared_lstm": True, "enable_critic_lstm": False, "net_arch": [64],
                   "features_extractor_class": Features, "features_extractor_kwargs": {"hidden": hidden}}
-        self.model = RecurrentPPO("MlpLstmPolicy", Noise(rows, steps, width, sizes), n_steps=steps, n_epochs=epochs,
+        self.model = RecurrentPPO("MlpLstmPolicy", Noise(rows, episode, width, sizes), n_steps=steps, n_epochs=epochs,
                                   batch_size=rows * steps // minibatches, device="cpu", policy_kwargs=policy)
         self.parameters = sum(p.numel() for p in self.model.policy.parameters())
         _, self.callback = self.model._setup_learn(10**9, _Nothing())

@@ -248,6 +248,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         distribution = ActionDistribution(self.spec, logits, masks, explore)
         actions = distribution.mode() if u is None else distribution.sample(u)
         scored = distribution.score(actions)
+        if not bool((scored.joint.isfinite() & decided.value[0].isfinite()).all()):
+            raise EsperError("what the controller says is not finite; its weights or observations are broken")
         return Acted(actions, scored.joint, scored.heads, scored.relevant, decided.value[0], behind)
 
     def evaluate_actions(self, seen: Observation, masks: ActionMasks, actions: Tensor, hidden: Tensor | None,
