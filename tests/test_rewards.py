@@ -6,9 +6,9 @@ from experiments.unfarmable import search
 
 from esper.kasmina import Host, blueprints_for
 from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
-from esper.simic.growth import Growth
+from esper.simic import Collector, Growth, PPOAgent, PPOConfig
 from esper.simic.rewards import REWARDS, Ledger
-from esper.tamiyo import Random, Scripted, Wait, entry
+from esper.tamiyo import Controller, Random, Scripted, Wait, entry
 from esper.tolaria import MorphogeneticEnv, PreviewConfig, Twins
 from tests.workshop import toy_env, toy_family
 
@@ -155,3 +155,18 @@ def test_unknown_names_are_refused() -> None:
     made.score = "fame"
     with pytest.raises(EsperError, match="no score 'fame'"):
         made.step(Wait()(made.env.view()))
+
+
+def test_replay_is_exact_beside_half_precision_hosts(device: str) -> None:
+    """The hosts compute in bfloat16; the controller stays in float32 and its ratios at 1."""
+    family = toy_family(HOST, horizons=(8,))
+    env, beside = (toy_env(16, family, device=device, compute_dtype=torch.bfloat16) for _ in range(2))
+    made = Growth(env, Twins(beside), device=device)
+    made.begin(family.scenarios(16))
+    agent = PPOAgent(Controller.fresh(SPEC, device=device), PPOConfig(epochs=1, minibatches=1, explore=(0.05, 0.0)))
+    buffer = agent.buffer(made.steps, 16)
+    metrics = agent.update(buffer, Collector(agent, made, 16).fill(buffer))
+    assert next(agent.network.parameters()).dtype == torch.float32
+    assert metrics.replay_error < 1e-5
+    assert metrics.ratio_max == pytest.approx(1, abs=1e-5)
+    assert metrics.ratio_min == pytest.approx(1, abs=1e-5)
