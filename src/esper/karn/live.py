@@ -10,6 +10,7 @@ from rich.text import Text
 from esper.nissa import read
 
 FUNNEL = ("GERMINATED", "BLENDING", "HOLDING", "FOSSILIZED", "PRUNED")
+"""A life that is kept, and the way out."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def panel(state: Summary) -> Group:
     ops = sorted(state.ops.items(), key=lambda item: -item[1])
     table.add_row("decisions", "  ".join(f"{op} {share:.0%}" for op, share in ops))
     table.add_row("entropies", "  ".join(f"{head} {value:.2f}" for head, value in state.entropies.items() if value is not None))
-    table.add_row("seeds", " > ".join(f"{stage.lower()} {count}" for stage, count in state.funnel.items()))
+    *path, pruned = (f"{stage.lower()} {count}" for stage, count in state.funnel.items())
+    table.add_row("seeds", f"{' > '.join(path)}, {pruned}")
     table.add_row("anomalies", ", ".join(state.anomalies) or "none")
     return Group(Text(state.line(), overflow="fold"), table)
