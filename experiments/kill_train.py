@@ -1,0 +1,51 @@
+"""Is anything lost when training is killed? One run straight through, one killed at random moments and resumed each time.
+
+    python experiments/kill_train.py --kills 10
+"""
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from esper.nissa import read
+
+from shared import parser, write  # isort: skip
+
+CODE = "import sys, torch; torch.set_num_threads(1); from esper.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def command(folder: Path, rounds: int, resume: bool) -> list[str]:
+    words = ["train", "--out", str(folder), "--preset", "quick", "--rows", "4", "--rounds", str(rounds)]
+    return [sys.executable, "-c", CODE, *words, *["--resume"] * resume]
+
+
+def main() -> None:
+    options_of = parser(__doc__)
+    options_of.add_argument("--kills", type=int, default=10)
+    options = options_of.parse_args()
+    rounds, chance, hits = 3 * options.kills, random.Random(0), 0
+    with tempfile.TemporaryDirectory() as name:
+        straight, killed = Path(name) / "straight", Path(name) / "killed"
+        subprocess.run(command(straight, rounds, False), check=True, stdout=subprocess.DEVNULL)
+        while True:
+            process = subprocess.Popen(command(killed, rounds, (killed / "run.json").exists()), stdout=subprocess.DEVNULL)
+            if hits < options.kills:
+                time.sleep(chance.uniform(4, 9))
+                process.kill()
+            if process.wait() == 0:
+                break
+            hits += 1
+            print(f"killed {hits} times", flush=True)
+        same = (straight / "agent.safetensors").read_bytes() == (killed / "agent.safetensors").read_bytes()
+        tables = {table: read(straight / "run.db", f"SELECT * FROM {table}") == read(killed / "run.db", f"SELECT * FROM {table}")
+                  for table in ("step", "move", "head", "exam")}
+    result = {"kills": hits, "rounds": rounds, "same agent": same, "same tables": tables}
+    print(result)
+    write(options, "kill_train", result)
+
+
+if __name__ == "__main__":
+    main()
