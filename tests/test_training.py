@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from esper.cli import main
 from esper.karn import panel, summary
@@ -19,7 +22,7 @@ from esper.simic import PPOConfig
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.tamiyo import NetworkConfig, Wait
 from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig
-from esper.train_cli import PRESETS, Train, resolved
+from esper.train_cli import PRESETS, Train, begun, resolved, resumed
 from tests.workshop import toy_data, toy_family
 
 FAMILY = toy_family(horizons=(6, 7), prices=(1e-4,), flop_prices=(0.01,))
@@ -60,6 +63,27 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path) -> None:
         rows = [read(tmp_path / name / "run.db", f"SELECT * FROM {table}") for name in ("straight", "stopped")]
         assert rows[0] == rows[1], table
         assert rows[0], table
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: os error 28")])
+def test_a_full_disk_is_one_sentence_and_costs_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: object, path: Path, header: object) -> None:
+        path.write_bytes(b"half a file")
+        raise error
+
+    trained(tmp_path / "straight", stop_after=2)
+    trained(tmp_path / "full", stop_after=1)
+    path = tmp_path / "full" / CHECKPOINT
+    before = path.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("esper.leyline.storage.save_file", full)
+        with pytest.raises(EsperError, match=rf"^cannot write {path}: .*28.*free some space.*resume the run") as told:
+            trained(tmp_path / "full")
+    assert "\n" not in str(told.value)
+    assert path.read_bytes() == before
+    assert {p.suffix for p in path.parent.iterdir()} <= {".safetensors", ".db", ".db-wal", ".db-shm"}, "nothing half written"
+    trained(tmp_path / "full", stop_after=2)
+    assert path.read_bytes() == (tmp_path / "straight" / CHECKPOINT).read_bytes()
 
 
 def test_the_store_tells_every_epoch_and_its_terms_sum(tmp_path: Path) -> None:
@@ -105,7 +129,8 @@ def test_views_read_the_store_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("fame = 1", "has no use for fame"), ("[ppo]\nfame = 1", r"\[ppo\] has no use for fame"),
     ("rounds = 'two'", "rounds is 'two'"), ("rounds = ", "cannot read --config"), ("rounds = 0", "must be at least 1"),
-    ("reward = 'fame'", "choose a reward from"),
+    ("reward = 'fame'", "choose a reward from"), ("ppo = 3", r"\[ppo\] is 3"), ("[ppo]\nexplore = 0.1", r"explore is 0.1"),
+    ("[ppo]\nexplore = ['a', 'b']", "explore is"), ("[ppo]\ngamma = 'high'", "gamma is 'high'"),
 ])
 def test_bad_configs_are_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
@@ -140,9 +165,53 @@ def test_the_command_trains_and_refuses_to_mix_runs(tmp_path: Path, capsys: pyte
     assert "already holds a run; add --resume" in capsys.readouterr().err
     assert main(["train", "--out", out, *TINY, "--seed", "5", "--resume"]) == 2
     assert "has another config" in capsys.readouterr().err
+    assert main(["train", "--out", out, "--family", "mnist1d", "--resume"]) == 2
+    assert "has another family; resume it with its own options" in capsys.readouterr().err
+    assert main(["train", "--out", out, "--resume"]) == 0, "its own options are in its folder"
     assert main(["train", "--out", str(tmp_path / "none"), "--resume"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err
     assert main(["train", "--out", out, "--family", "cats"]) == 2
+
+
+def test_a_run_is_resumed_as_it_was_begun(tmp_path: Path) -> None:
+    file, out = tmp_path / "config.toml", tmp_path / "run"
+    file.write_text("exam_every = 3\n[ppo]\nlearning_rate = [1e-3, 1e-5]\n")
+    first = begun(Train(out, "mnist1d", "cpu", file, rounds=5, seed=4))
+    assert resumed(Train(out, resume=True)) == first
+    assert resumed(Train(out, "mnist1d", "cpu", file, rounds=5, resume=True)) == first
+    file.write_text("exam_every = 4\n")
+    for other in ({"preset": "quick"}, {"config": file}, {"rounds": 6}, {"rows": 63}, {"seed": 5}):
+        with pytest.raises(EsperError, match="has another config"):
+            resumed(Train(out, resume=True, **other))  # type: ignore[arg-type]
+    with pytest.raises(EsperError, match="has another family and config"):
+        resumed(Train(out, "mlp", rounds=6, resume=True))
+
+
+@pytest.mark.parametrize("damage", [
+    lambda told: "", lambda told: "[1]", lambda told: json.dumps(told)[:-40], lambda told: json.dumps(told | {"family": ["mlp"]}),
+    lambda told: json.dumps(told | {"family": "cats"}), lambda told: json.dumps({"family": "mlp"}),
+    lambda told: json.dumps(told | {"config": 3}), lambda told: json.dumps(told | {"config": {"rounds": 2}}),
+    lambda told: json.dumps(told | {"config": told["config"] | {"ppo": None}}),
+    lambda told: json.dumps(told | {"config": told["config"] | {"rows": "many"}}),
+    lambda told: json.dumps(told | {"config": told["config"] | {"fame": 1}}), lambda told: "\udcff",
+])
+def test_a_damaged_description_is_one_sentence(damage: Callable[[dict[str, Any]], str], tmp_path: Path,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    begun(Train(tmp_path))
+    path = tmp_path / "run.json"
+    path.write_text(damage(json.loads(path.read_text())), errors="surrogateescape")
+    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"esper train: {path} is damaged: ")
+    assert told.count("\n") == 1
+    assert not (tmp_path / "run.db").exists()
+
+
+def test_a_description_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esper.leyline.storage.os.replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(EsperError, match=r"cannot write .*run.json: .*no space; free some space"):
+        begun(Train(tmp_path / "run"))
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_a_killed_command_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from rich.live import Live
 from esper.bench import check_device
 from esper.karn import panel, summary
 from esper.leyline import EsperError
-from esper.leyline.storage import plain
+from esper.leyline.storage import plain, whole
 from esper.nissa import Store
 from esper.simic.training import TrainConfig, Training
 from esper.tamiyo import Heuristic, Learned
-from esper.tolaria import find_family
+from esper.tolaria import Family, find_family
 
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"rounds": 8, "rows": 16, "exam_every": 8, "exam_rows": 16, "preview_every": 0},
@@ -29,6 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0), "minibatches": 8}},
 }
 """name -> what differs from the defaults of `TrainConfig`."""
+DESCRIPTION = "run.json"
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Train:
 
     out: Path
     """Folder of the run: run.json, run.db, agent.safetensors."""
-    family: str = "mlp"
-    """mlp, mnist1d or fashion."""
-    preset: str = "quick"
-    """quick (minutes), cpu or gpu."""
+    family: str | None = None
+    """mlp (default), mnist1d or fashion."""
+    preset: str | None = None
+    """quick (minutes; default), cpu or gpu."""
     config: Path | None = None
     """TOML file with keys of the run, and tables [ppo] and [network]."""
     rounds: int | None = None
@@ -55,17 +56,19 @@ class Train:
     device: str | None = None
     """cpu, or cuda; over preset and file."""
     resume: bool = False
-    """Go on with the run in --out, bit for bit."""
+    """Go on with the run in --out, bit for bit; needs no other option."""
 
     def __post_init__(self) -> None:
-        find_family(self.family)
-        if self.preset not in PRESETS:
+        if self.family is not None:
+            find_family(self.family)
+        if self.preset is not None and self.preset not in PRESETS:
             raise EsperError(f"no --preset {self.preset!r}; choose from {', '.join(PRESETS)}")
 
 
-def resolved(options: Train) -> TrainConfig:
-    """Defaults, then the preset, then the file, then the command line."""
-    config = changed(TrainConfig(), PRESETS[options.preset], "preset")
+def resolved(options: Train, stored: TrainConfig | None = None) -> TrainConfig:
+    """Defaults and a preset, or what a run has stored and a preset if one is named; then the file, then the command line."""
+    preset = options.preset or ("quick" if stored is None else None)
+    config = changed(stored or TrainConfig(), PRESETS[preset] if preset else {}, "preset")
     if options.config is not None:
         try:
             config = changed(config, tomllib.loads(options.config.read_text()), str(options.config))
@@ -77,8 +80,10 @@ def resolved(options: Train) -> TrainConfig:
     return config
 
 
-def changed(config: Any, keys: dict[str, Any], source: str) -> Any:
+def changed(config: Any, keys: Any, source: str) -> Any:
     """A frozen config with some keys changed; unknown ones and other types are refused."""
+    if not isinstance(keys, dict):
+        raise EsperError(f"{source} is {keys!r}; expected a table of keys")
     known = {f.name: getattr(config, f.name) for f in fields(config)}
     if unknown := sorted(set(keys) - set(known)):
         raise EsperError(f"{source} has no use for {', '.join(unknown)}; there are {', '.join(known)}")
@@ -87,19 +92,26 @@ def changed(config: Any, keys: dict[str, Any], source: str) -> Any:
         if is_dataclass(known[name]):
             values[name] = changed(known[name], value, f"{source}, [{name}]")
             continue
-        value = tuple(value) if isinstance(known[name], tuple) else float(value) if isinstance(known[name], float) else value
-        if type(value) is not type(known[name]):
+        values[name] = _alike(known[name], value)
+        if values[name] is None:
             raise EsperError(f"{source}: {name} is {value!r}; expected something like {known[name]!r}")
-        values[name] = value
     return replace(config, **values)
 
 
+def _alike(known: Any, value: Any) -> Any:
+    """The value in the type of a known one: lists are tuples, whole numbers may be floats; None if it is something else."""
+    if isinstance(known, tuple) and isinstance(value, (list, tuple)) and len(value) == len(known):
+        parts = tuple(map(_alike, known, value))
+        return None if None in parts else parts
+    if isinstance(known, float) and type(value) is int:
+        return float(value)
+    return value if type(value) is type(known) else None
+
+
 def run(options: Train, console: Console) -> None:
-    config, folder = resolved(options), options.out
-    description = {"family": options.family, "config": json.loads(json.dumps(plain(config)))}
-    _prepare(folder, description, options.resume)
+    folder, (family, config) = options.out, resumed(options) if options.resume else begun(options)
     store = Store(folder / "run.db")
-    training = Training(find_family(options.family), config, folder, store)
+    training = Training(family, config, folder, store)
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     try:
@@ -135,25 +147,54 @@ def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> Non
         live.update(panel(state), refresh=True)
 
 
-def _prepare(folder: Path, description: dict[str, Any], resume: bool) -> None:
-    """Write run.json, or check that a run to resume is the same."""
-    path = folder / "run.json"
-    if resume:
-        if not path.exists():
-            raise EsperError(f"--out {folder} holds no run to resume")
-        old = json.loads(path.read_text())
-        different = [name for name in description if old[name] != description[name]]
-        if different:
-            raise EsperError(f"the run in {folder} has another {' and '.join(different)}; resume it with its own options")
-        return
-    if path.exists():
+def begun(options: Train) -> tuple[Family, TrainConfig]:
+    """A new run: its folder is made and described."""
+    folder, family, config = options.out, find_family(options.family or "mlp"), resolved(options)
+    if (folder / DESCRIPTION).exists():
         raise EsperError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another folder")
     if folder.exists() and not folder.is_dir():
         raise EsperError(f"--out {folder} is a file; name a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EsperError(f"cannot make --out {folder}: {error}; choose another folder") from error
     versions = {"python": platform.python_version(), "torch": torch.__version__, "precision": "float32",
                 "threads": torch.get_num_threads(), "command": " ".join(["esper", *sys.argv[1:]])}
-    path.write_text(json.dumps(description | versions, indent=1) + "\n")
+    with whole(folder / DESCRIPTION) as temporary:
+        temporary.write_text(json.dumps({"family": family.name, "config": _described(config)} | versions, indent=1) + "\n")
+    return family, config
+
+
+def resumed(options: Train) -> tuple[Family, TrainConfig]:
+    """The run of a folder as it was begun; options that say otherwise are refused."""
+    family, config = _stored(options.out)
+    check_device(config.device)
+    same = {"family": options.family in (None, family.name), "config": resolved(options, config) == config}
+    if different := [name for name, equal in same.items() if not equal]:
+        raise EsperError(f"the run in {options.out} has another {' and '.join(different)}; resume it with its own options, "
+                         "or with none")
+    return family, config
+
+
+def _stored(folder: Path) -> tuple[Family, TrainConfig]:
+    path = folder / DESCRIPTION
+    if not path.exists():
+        raise EsperError(f"--out {folder} holds no run to resume")
+    try:
+        told = json.loads(path.read_text())
+        if not isinstance(told, dict) or not isinstance(told.get("family"), str) or "config" not in told:
+            raise EsperError("it does not name a family and a config")
+        family, config = find_family(told["family"]), changed(TrainConfig(), told["config"], "config")
+        if _described(config) != told["config"]:
+            raise EsperError("its config is not complete")
+    except (OSError, ValueError, EsperError) as error:
+        raise EsperError(f"{path} is damaged: {error}; put back a whole one, or begin a new run in another folder") from error
+    return family, config
+
+
+def _described(config: TrainConfig) -> Any:
+    """As it reads in a file, in which tuples are lists."""
+    return json.loads(json.dumps(plain(config)))
 
 
 def _conclude(training: Training, console: Console) -> None:

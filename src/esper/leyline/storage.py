@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,20 +13,31 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from esper.leyline.actions import ActionSpec, Head, LifecycleOp
-from esper.leyline.errors import StateFormatError
+from esper.leyline.errors import EsperError, StateFormatError
 
 SCHEMA = 1
 T = TypeVar("T")
 
 
-def write_state(path: str | Path, kind: str, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The file appears whole or not at all."""
+@contextmanager
+def whole(path: str | Path) -> Iterator[Path]:
+    """Where to write a file that appears whole or not at all; a failure leaves what was there before, and nothing else."""
     temporary = Path(f"{path}.writing")
     if not temporary.parent.is_dir():
         raise StateFormatError(f"cannot write {path}: its folder does not exist")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise EsperError(f"cannot write {path}: {error}; free some space or make it writable") from error
+
+
+def write_state(path: str | Path, kind: str, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     text = json.dumps({"schema": SCHEMA, **header})
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {f"esper.{kind}": text})
-    os.replace(temporary, path)
+    with whole(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {f"esper.{kind}": text})
 
 
 def read_state(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

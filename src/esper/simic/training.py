@@ -150,11 +150,17 @@ class Training:
             if self.config.exam_every and (number + 1) % self.config.exam_every == 0:
                 self.examine("learned", Learned(self.agent.controller, greedy=True), number + 1)
             self.sink.commit()
-            self.agent.save(self.folder / CHECKPOINT)
+            self._checkpoint()
             self.world.twins.known.clear()  # the next round brings other scenarios
             watch(number + 1)
 
         learn(self.agent, self.recorded, self.config.rows, self.world.steps, self.recorded.begin, after, stop)
+
+    def _checkpoint(self) -> None:
+        try:
+            self.agent.save(self.folder / CHECKPOINT)
+        except EsperError as error:
+            raise EsperError(f"{error}, then resume the run: its last checkpoint is kept") from error
 
     def _report(self, number: int, metrics: PPOUpdateMetrics) -> None:
         now, total = time.perf_counter(), self.world.total
