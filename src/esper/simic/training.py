@@ -160,7 +160,7 @@ class Training:
         try:
             self.agent.save(self.folder / CHECKPOINT)
         except EsperError as error:
-            raise EsperError(f"{error}, then resume the run: its last checkpoint is kept") from error
+            raise EsperError(f"{error}, then resume the run: what it saved before is kept") from error
 
     def _report(self, number: int, metrics: PPOUpdateMetrics) -> None:
         now, total = time.perf_counter(), self.world.total
