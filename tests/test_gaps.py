@@ -106,7 +106,7 @@ def test_exclusive_or_needs_and_gets_both_levels() -> None:
     features[:, 11] = np.where(outcomes.hidden ^ (features[:, 3] > 0), 1, -1) * rng.random(len(features))
     outcomes = dataclasses.replace(outcomes, features=features, feature_names=[f"f{at}" for at in range(20)])
     assert gaps.share(knowledge(outcomes, repeats=2)).value > 0.85
-    rule = gaps.best_rule(outcomes)
+    rule = gaps.decide(outcomes).rule
     assert {split.feature for split in rule.splits if split} == {3, 11}
     assert "f11 ≤" in rule.describe(outcomes.feature_names)
     greedy = gaps._grow(features, outcomes.chosen_on, outcomes.visible, 1)[1]
@@ -153,7 +153,7 @@ def test_what_is_missing_is_above_every_cut_and_can_itself_tell() -> None:
     assert gaps.share(knowledge(outcomes, repeats=2)).value == pytest.approx(1, abs=0.02)
     values = np.random.default_rng(0).normal(size=len(told))  # what is present says nothing, that it is present does
     features = np.stack([np.where(outcomes.hidden >= 2, values, np.nan), np.where(outcomes.hidden % 2, values, np.nan)], 1)
-    rule = gaps.best_rule(dataclasses.replace(outcomes, features=features, feature_names=["late", "odd"]))
+    rule = gaps.decide(dataclasses.replace(outcomes, features=features, feature_names=["late", "odd"])).rule
     assert (rule.decide(features, outcomes.visible) == outcomes.hidden + 1).all()
     rule = gaps.Rule((gaps.Split(0, 5.0), None, None), np.arange(4)[:, None])
     assert rule.decide(np.array([[5.0], [5.1], [np.nan], [-np.inf]]), np.zeros(4, int)).tolist() == [0, 2, 2, 2]

@@ -72,7 +72,7 @@ def run(config: SweepOptions, console: Console) -> None:
     episodes = len(sweep.init) * len(table)
     console.print(gaps.render(levels, f"{config.family}: {len(sweep.init)} scenarios, {len(table)} choices, in points"))
     console.print(_kinds(sweep))
-    console.print(f"rule: {gaps.best_rule(outcomes).describe(sweep.feature_names)}")
+    console.print(f"rule: {gaps.decide(outcomes).rule.describe(sweep.feature_names)}")
     for head, effect in effects.items():
         console.print(f"head {head}: {100 * effect.gain.value:+.1f} ± {100 * effect.gain.standard_error:.1f} points")
     seconds = time.perf_counter() - started
@@ -120,7 +120,7 @@ def _write(config: SweepOptions, sweep: Sweep, levels: list[gaps.Level], effects
                             "choices": {str(k): c for k, c in v.choices_taken.items()}} for v in levels},
         "oracle_gap": gap._asdict(), "rule_share": None if math.isnan(part.value) else part._asdict(),
         "rollbacks": sweep.rollbacks,
-        "rule": gaps.best_rule(sweep.outcomes()).describe(sweep.feature_names),
+        "rule": gaps.decide(sweep.outcomes()).rule.describe(sweep.feature_names),
         "heads": {name: {**effect.gain._asdict(), "spread": effect.spread} for name, effect in effects.items()},
         "seconds": seconds, "date": datetime.date.today().isoformat(), "commit": config.commit, "torch": torch.__version__,
         "hardware": torch.cuda.get_device_name() if config.device != "cpu" else threads,

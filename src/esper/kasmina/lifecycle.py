@@ -107,7 +107,8 @@ class Lifecycle:
         for name, tensor in self.fields():
             tensor[rows] = FIELDS[name][1]
 
-    def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
+    def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor,
+                stage: SeedStage = SeedStage.HOLDING) -> None:
         """Fill empty slots of these rows with seeds that already hold their alpha; each tensor [R, S], blueprint -1 is none.
 
         A starting state, not a move: no transition is recorded.
@@ -122,7 +123,7 @@ class Lifecycle:
         if bool((self.stage[rows] != SeedStage.DORMANT).any()):
             raise InvalidStateMachineError("a topology can only be installed into rows with DORMANT slots; reset them first")
         planted = blueprint >= 0
-        values = {"stage": torch.where(planted, int(SeedStage.HOLDING), int(SeedStage.DORMANT)), "blueprint": blueprint,
+        values = {"stage": torch.where(planted, int(stage), int(SeedStage.DORMANT)), "blueprint": blueprint,
                   "style": torch.where(planted, style, 0), "alpha": torch.where(planted, alpha, 0.0),
                   "target": torch.where(planted, alpha, 0.0), "germinations": self.germinations[rows] + planted,
                   "dwell": torch.zeros_like(blueprint)}

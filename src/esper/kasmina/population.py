@@ -19,7 +19,7 @@ from esper.kasmina.network import GrownNetwork
 from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank, Group, Pack, Pass
 from esper.kasmina.stepping import Stepper
-from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, StateFormatError, Style
+from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, SeedStage, StateFormatError, Style
 from esper.leyline.keys import mix, seeded
 from esper.leyline.storage import plain, read_state, rebuilt, write_state
 
@@ -93,11 +93,12 @@ class Population:
         for slot in range(self.spec.slots):
             self._plant((born & (full[:, Head.SLOT] == slot)).nonzero().flatten(), slot)
 
-    def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor) -> None:
-        """Give empty rows a whole topology at once: seeds in HOLDING, newborn weights. Each tensor [R, S], -1 is no seed."""
+    def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor,
+                stage: SeedStage = SeedStage.HOLDING) -> None:
+        """Give empty rows a whole topology at once: seeds with newborn weights. Each tensor [R, S], -1 is no seed."""
         self._flush()
         rows = rows.cpu()
-        self.life.install(rows, blueprint, style, alpha)
+        self.life.install(rows, blueprint, style, alpha, stage)
         for slot in range(self.spec.slots):
             self._plant(rows[blueprint[:, slot] >= 0], slot)
 

@@ -44,6 +44,7 @@ def _text(help: str, key: bool = False) -> Metric:
 
 _WHERE = {"round": _key("rounds before this one"), "epoch": _key("of the episode, 1 is the first", low=1),
           "row": _key("of the environment")}
+_WHO = {"controller": _text("it belongs to; all: shared", key=True), "arm": _text("who decided", key=True)}
 _REWARD = {"gain": "score above the twin", "size": "price of live seeds", "compute": "price of extra FLOPs",
            "credit": "leave-one-out contributions", "potential": "shaping"}
 TABLES: Mapping[str, Mapping[str, Metric]] = {
@@ -85,6 +86,32 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
     "anomaly": {
         "round": _key("rounds before this one"), "kind": _text("of trouble", key=True),
         "place": _text("head or metric", key=True), "value": _real("that was alarming"),
+    },
+    "arm": {
+        **_WHO, "scenario": _key("of the proof"), "kind": _text("hidden type"), "price": _real("per parameter", "score", 0),
+        "horizon": _int("epochs of the episode"), "utility": _real("score less prices", "score"),
+        "score": _real("accuracy on the test split", "", 0, 1), "params": _int("grown, in the delivered network"),
+        "flops": _real("of the episode, in trainings of the bare host", "", 0),
+    },
+    "decision": {
+        **_WHO, "scenario": _key("of the proof"), "epoch": _key("of the episode, 0 is the first"),
+        "op": _text("anything but WAIT"), "slot": _int("it was done in"), "blueprint": _text("of a GERMINATE"),
+    },
+    "summary": {
+        **_WHO, "gain": _real("utility above no growth", "score"), "low": _real("end of its 95 % interval", "score"),
+        "high": _real("end of its 95 % interval", "score"), "middle": _real("interquartile mean of the gain", "score"),
+        "utility": _real("mean", "score"), "score": _real("mean accuracy on the test split", "", 0, 1),
+        "params": _real("mean grown", "", 0), "flops": _real("mean, in trainings of the bare host", "", 0),
+        "episodes": _int("it was tuned or trained with"),
+    },
+    "claim": {
+        "controller": _text("that it is about", key=True), "control": _text("it is compared with", key=True),
+        "asked": _text("beats, matches, half or reported", key=True), "n": _int("scenarios"),
+        "difference": _real("mean of paired differences", "score"), "low": _real("end of its 95 % interval", "score"),
+        "high": _real("end of its 95 % interval", "score"),
+        "improvement": _real("probability to do better on a scenario", "", 0, 1),
+        "needed": _int("scenarios that the power estimate asks for"), "verdict": _text("holds, fails, refused or reported"),
+        "reason": _text("for a refusal"),
     },
     "exam": {
         "round": _key("rounds of training before it"), "policy": _text("who decided", key=True), "scenario": _key("number", 0),

@@ -109,20 +109,14 @@ def knowledge(outcomes: Outcomes, folds: int = 2, repeats: int = 10, seed: int =
     differ it is out of a policy's reach, and where the slices are noisy it can fall below the level before.
     """
     visible, scored, init = outcomes.visible, outcomes.scored_on, outcomes.init
-    conditions, types = visible.max() + 1, outcomes.hidden.max() + 1
-    cell = visible * types + outcomes.hidden
-    utility = _centred(outcomes.chosen_on)
     fold_rng, rule_rng = np.random.default_rng(seed).spawn(2)
     taken = {name: np.zeros((repeats, len(init)), int) for name in (FIXED, VISIBLE, RULE, HIDDEN)}
     for repeat, train, held in _folds(init, folds, repeats, fold_rng):
-        fixed = utility[train].sum(0).argmax()
-        by_visible = _best(utility[train], visible[train], np.full(conditions, fixed))
-        by_hidden = _best(utility[train], cell[train], np.repeat(by_visible, types))
-        rule = _fit_rule(outcomes.features[train], utility[train], visible[train], init[train], conditions, rule_rng)
-        taken[FIXED][repeat, held] = fixed
-        taken[VISIBLE][repeat, held] = by_visible[visible[held]]
-        taken[HIDDEN][repeat, held] = by_hidden[cell[held]]
-        taken[RULE][repeat, held] = rule.decide(outcomes.features[held], visible[held])
+        best = decide(outcomes, train, rule_rng)
+        taken[FIXED][repeat, held] = best.fixed
+        taken[VISIBLE][repeat, held] = best.visible[visible[held]]
+        taken[HIDDEN][repeat, held] = best.hidden[visible[held], outcomes.hidden[held]]
+        taken[RULE][repeat, held] = best.rule.decide(outcomes.features[held], visible[held])
     rows = np.arange(len(init))
     scores = {name: scored[rows, choice] for name, choice in taken.items()}
     scores |= {NO_GROWTH: scored[None, :, 0], RANDOM: scored[None, :, 1:].mean(2)}
@@ -153,10 +147,26 @@ def share(levels: list[Level]) -> Estimate:
     return Estimate(part, _estimate(rest, levels[0].init).standard_error / whole.value)
 
 
-def best_rule(outcomes: Outcomes, seed: int = 0) -> Rule:
-    """The rule that all scenarios together suggest, to show or to imitate; `knowledge` says what such rules are worth."""
-    utility, rng = _centred(outcomes.chosen_on), np.random.default_rng(seed)
-    return _fit_rule(outcomes.features, utility, outcomes.visible, outcomes.init, outcomes.visible.max() + 1, rng)
+class Decisions(NamedTuple):
+    """The best choice at every level of knowledge."""
+
+    fixed: int
+    visible: np.ndarray  # [V]
+    hidden: np.ndarray  # [V, types]
+    rule: Rule
+
+
+def decide(outcomes: Outcomes, train: np.ndarray | None = None, rng: np.random.Generator | None = None) -> Decisions:
+    """What these scenarios [K] (None is all) suggest; `knowledge` says what such decisions are worth on others."""
+    train = np.ones(len(outcomes.init), bool) if train is None else train
+    utility, visible, hidden = _centred(outcomes.chosen_on)[train], outcomes.visible[train], outcomes.hidden[train]
+    conditions, types = int(outcomes.visible.max()) + 1, int(outcomes.hidden.max()) + 1
+    fixed = int(utility.sum(0).argmax())
+    by_visible = _best(utility, visible, np.full(conditions, fixed))
+    by_hidden = _best(utility, visible * types + hidden, np.repeat(by_visible, types))
+    rng = rng or np.random.default_rng(0)
+    rule = _fit_rule(outcomes.features[train], utility, visible, outcomes.init[train], conditions, rng)
+    return Decisions(fixed, by_visible, by_hidden.reshape(conditions, types), rule)
 
 
 @dataclass(frozen=True)

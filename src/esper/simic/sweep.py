@@ -5,9 +5,9 @@ same runs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,16 +89,27 @@ class Sweep:
 
     def outcomes(self, columns: list[int] | None = None) -> Outcomes:
         """Every scenario at every pair of prices; the choices of these columns (None is all)."""
-        prices = [(a, b) for a in self.family.prices for b in self.family.flop_prices]
-        horizons = sorted(set(self.family.horizons))
+        prices = _prices(self.family)
         at = torch.arange(len(self.names)) if columns is None else torch.tensor(columns)
         cost = torch.stack([a * self.params + b * self.spent for a, b in prices])  # [P, K, C]
         utility = (self.accuracy - cost[..., None])[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
-        horizon = torch.tensor([horizons.index(h) for h in self.scenarios.horizon.tolist()])
-        condition = torch.cat([number * len(horizons) + horizon for number in range(len(prices))])
+        scenarios = [replace(self.scenarios, price=torch.full_like(self.scenarios.price, a),
+                             flop_price=torch.full_like(self.scenarios.flop_price, b)) for a, b in prices]
+        condition = torch.cat([conditions(self.family, drawn) for drawn in scenarios])
         return Outcomes([self.names[i] for i in at.tolist()], utility[..., 0], utility[..., 1], condition.numpy(),
                         self.scenarios.kind.repeat(len(prices)).numpy(), self.init.repeat(len(prices)).numpy(),
                         self.features.repeat(len(prices), 1).numpy().astype(np.float64), self.feature_names)
+
+
+def _prices(family: Family) -> list[tuple[float, float]]:
+    return [(a, b) for a in family.prices for b in family.flop_prices]
+
+
+def conditions(family: Family, scenarios: Scenarios) -> Tensor:
+    """[K]: what a policy is told of a scenario (prices and horizon), as a number from 0."""
+    pairs = torch.stack([scenarios.price, scenarios.flop_price], 1)[:, None] == torch.tensor(_prices(family))
+    horizons = scenarios.horizon[:, None] == torch.tensor(sorted(set(family.horizons)))
+    return pairs.all(2).int().argmax(1) * horizons.shape[1] + horizons.int().argmax(1)
 
 
 def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scenarios, Tensor]:
@@ -124,7 +135,7 @@ def run_sweep(family: Family, scripts: dict[str, Script], inits: int, rows: int 
     parts, done, rollbacks = [], 0, 0
     for horizon in sorted(set(family.horizons)):
         scenarios, number = grid(family, inits, horizon)
-        features, feature_names = observe_early(family, scenarios, preview_steps, **options)
+        early = observe_early(family, scenarios, preview_steps, **options)
         jobs = torch.cartesian_prod(torch.arange(len(scenarios)), torch.arange(len(names)))
         env = MorphogeneticEnv(family, min(rows, len(jobs)), spec=full_spec(family), **options)
         results = []
@@ -137,11 +148,11 @@ def run_sweep(family: Family, scripts: dict[str, Script], inits: int, rows: int 
             done += len(part)
             watch(done, total)
         rollbacks += len(env.rollbacks)
-        parts.append((scenarios, number, torch.cat(results).view(len(scenarios), len(names), 4), features))
+        parts.append((scenarios, number, torch.cat(results).view(len(scenarios), len(names), 4), early.features))
     columns = {name: torch.cat([getattr(p[0], name) for p in parts]) for name in parts[0][0].columns()}
     values = torch.cat([p[2] for p in parts])
     return Sweep(family, names, Scenarios(**columns, kinds=family.kinds), torch.cat([p[1] for p in parts]), values[..., :2],
-                 values[..., 2], values[..., 3], torch.cat([p[3] for p in parts]), feature_names, rollbacks)
+                 values[..., 2], values[..., 3], torch.cat([p[3] for p in parts]), early.names, rollbacks)
 
 
 def delivered(env: MorphogeneticEnv) -> Tensor:
@@ -153,8 +164,14 @@ def delivered(env: MorphogeneticEnv) -> Tensor:
     return torch.stack([*accuracy, fossils.sum(1).float(), env.spent.float()], 1)
 
 
-def observe_early(family: Family, scenarios: Scenarios, preview_steps: int, **options: Any) -> tuple[Tensor, list[str]]:
-    """([K, F], names): what is known when the first decision is due: curves of the first epochs, and candidate previews."""
+class Early(NamedTuple):
+    features: Tensor  # [K, F]
+    names: list[str]
+    spent: Tensor  # [K] on previews, in trainings of the bare host
+
+
+def observe_early(family: Family, scenarios: Scenarios, preview_steps: int, **options: Any) -> Early:
+    """What is known when the first decision is due: curves of the first epochs, and candidate previews."""
     env = MorphogeneticEnv(family, len(scenarios), **options)
     env.reset(scenarios)
     columns: dict[str, Tensor] = {}
@@ -172,4 +189,4 @@ def observe_early(family: Family, scenarios: Scenarios, preview_steps: int, **op
                 if name != "noop":
                     known, value = previews.known[:, slot, number], previews.value[:, slot, number]
                     columns[f"preview {name} @{slot}"] = torch.where(known, value, torch.nan)
-    return torch.stack(list(columns.values()), 1), list(columns)
+    return Early(torch.stack(list(columns.values()), 1), list(columns), env.spent.float())

@@ -3,8 +3,9 @@
 Legend: N rows, S slots.
 """
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,13 @@ class MorphogeneticEnv:
         if self.measured is not None:
             self.measured = _replaced(self.measured, rows, None)
 
+    def install(self, blueprint: Tensor) -> None:
+        """Begin with fossils [N, S] (-1 is none) that are as untrained as their hosts; every row must just have been reset."""
+        every = torch.arange(self.rows)
+        self.population.install(every, blueprint, torch.full_like(blueprint, self.spec.defaults[Head.STYLE]),
+                                torch.ones(blueprint.shape), SeedStage.FOSSILIZED)
+        self.governor.reset(every)
+
     def view(self) -> View:
         """What policies read."""
         life = self.population.life
@@ -171,9 +179,16 @@ class MorphogeneticEnv:
 
     def validation(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The validation slice, or its samples first..last, in chunks that fit."""
+        return self._chunks(self.feed.validation, first, len(self.feed.validation_x) if last is None else last)
+
+    def held_out(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Other samples than any that train or validate, in chunks that fit; each row meets them as it meets its own."""
+        return self._chunks(functools.partial(self.feed.held, *self.feed.hold(x, y, 0, "held-out"), 2), 0, len(x))
+
+    def _chunks(self, read: Callable[[int, int], tuple[Tensor, Tensor]], first: int,
+                last: int) -> Iterator[tuple[Tensor, Tensor]]:
         chunk = max(50, self.at_once(self.rows))
-        last = len(self.feed.validation_x) if last is None else last
-        return (self.feed.validation(start, min(start + chunk, last)) for start in range(first, last, chunk))
+        return (read(start, min(start + chunk, last)) for start in range(first, last, chunk))
 
     def at_once(self, rows: int) -> int:
         """Samples that an evaluation of so many rows should run at once."""

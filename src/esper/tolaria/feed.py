@@ -26,8 +26,8 @@ class Feed:
     def __init__(self, family: Family, data: TaskData, rows: int, device: torch.device) -> None:
         self.family, self.device, self.rows = family, device, rows
         self.inputs, self.classes = family.host.inputs, family.host.classes
-        self.x, self.y = self._hold(data.x, data.y, family.samples, "samples")
-        self.validation_x, self.validation_y = self._hold(data.validation_x, data.validation_y, family.validation, "validation")
+        self.x, self.y = self.hold(data.x, data.y, family.samples, "samples")
+        self.validation_x, self.validation_y = self.hold(data.validation_x, data.validation_y, family.validation, "validation")
         self.batch = min(family.batch, len(self.x))
         self.steps = len(self.x) // self.batch
         n = len(self.x)
@@ -43,7 +43,7 @@ class Feed:
         self._noises = torch.randn(NOISES, self.x.shape[1], generator=torch.Generator().manual_seed(0)).to(device)
         self._shuffles = self._shifts = self._noisy = False
 
-    def _hold(self, x: Tensor, y: Tensor, most: int, what: str) -> tuple[Tensor, Tensor]:
+    def hold(self, x: Tensor, y: Tensor, most: int, what: str) -> tuple[Tensor, Tensor]:
         """([n, F], [n]) on the device: the first samples of a split, pooled to the host's inputs."""
         if most > len(x):
             raise EsperError(f"family {self.family.name!r} asks for {most} {what}, but the task has {len(x)}")
@@ -89,9 +89,13 @@ class Feed:
         return self._read(self.x, sample, 0, self.family.augment), self.labels.t().gather(0, sample)
 
     def validation(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Validation samples start..stop, distorted like the row's training data, with true labels."""
-        sample = torch.arange(start, min(stop, len(self.validation_x)), device=self.device)[:, None].expand(-1, self.rows)
-        return self._read(self.validation_x, sample, 1, 0), self.validation_y[sample]
+        """Validation samples start..stop."""
+        return self.held(self.validation_x, self.validation_y, 1, start, stop)
+
+    def held(self, x: Tensor, y: Tensor, split: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Samples start..stop of a split that does not train, distorted like the row's training data, with true labels."""
+        sample = torch.arange(start, min(stop, len(x)), device=self.device)[:, None].expand(-1, self.rows)
+        return self._read(x, sample, split, 0), y[sample]
 
     def _read(self, x: Tensor, sample: Tensor, split: int, augment: int) -> Tensor:
         if self._shuffles or self._shifts or augment:

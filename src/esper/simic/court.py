@@ -1,0 +1,177 @@
+"""The court: what the evidence supports, and what it does not. Arithmetic only: nothing trains here.
+
+Legend: n scenarios, on which all arms were played and scored alike. Utilities are scores less prices, so a difference of 0.01
+is one point. A claim holds, fails, or is refused because evidence is missing; a do-nothing policy cannot win.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from esper.leyline import EsperError
+
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+FEWEST = 32
+"""Scenarios below which an interval means little."""
+MARGIN = 0.01
+"""Difference, in score, within which one arm matches another."""
+CONTROLLERS = 3
+"""Independently trained controllers that a finding needs."""
+BEATEN = ("no growth", "random", "periodic", "converged", "gap", "heuristic", "best fixed", "best per visible condition",
+          "shuffled")
+"""Controls that a controller must beat, each with its whole interval above zero."""
+MATCHED = ("best rule",)
+"""Controls that it must at least match."""
+BETWEEN = ("best per visible condition", "oracle")
+"""It must reach half of the way from the first to the second."""
+REPORTED = ("from scratch, equal epochs", "from scratch, equal FLOPs", "wider host", "oracle")
+"""Reported whichever way they fall."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """What one way of deciding delivered on n scenarios, [n] each."""
+
+    scenario: np.ndarray
+    """Keys of the scenarios: arms are compared only where these are equal."""
+    utility: np.ndarray
+    score: np.ndarray
+    params: np.ndarray
+    """Grown, in the delivered network."""
+    flops: np.ndarray
+    """Of the whole episode, in trainings of the bare host; previews and pruned seeds included."""
+    episodes: int = 0
+    """That it was tuned or trained with."""
+    tuned: bool = False
+    """By episodes, so that it must have had as many as the controller."""
+
+
+Arms = Mapping[str, Arm]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One sentence about one controller and one control."""
+
+    controller: str
+    control: str
+    asked: str
+    """beats, matches, half, or reported."""
+    n: int
+    difference: float
+    low: float
+    high: float
+    improvement: float
+    """Probability that the controller does better on a scenario; ties count half."""
+    needed: int
+    """Scenarios at which the effect that was asked for is found in four of five experiments."""
+    verdict: str
+    """holds, fails, refused, or reported."""
+    reason: str = ""
+
+
+def interval(values: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of values [n]."""
+    rng, n = np.random.default_rng(seed), len(values)
+    parts = np.array_split(np.arange(resamples), max(1, resamples * n // 4_000_000))
+    means = [values[rng.integers(n, size=(len(part), n))].mean(1) for part in parts]
+    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def interquartile_mean(values: np.ndarray) -> float:
+    """Mean of the middle half; scenarios at its edges count in part."""
+    ordered, n = np.sort(values), len(values)
+    inside = np.clip(np.minimum(np.arange(1, n + 1) - n / 4, 3 * n / 4 - np.arange(n)), 0, 1)
+    return float((ordered * inside).sum() / inside.sum())
+
+
+def improvement(better: np.ndarray, worse: np.ndarray) -> float:
+    return float(((better > worse) + 0.5 * (better == worse)).mean())
+
+
+def needed(spread: float, effect: float) -> int:
+    """Scenarios at which a mean difference of `effect` passes a two-sided 5 % test with 80 % power, given the spread of
+    paired differences."""
+    return math.ceil(((1.959964 + 0.841621) * spread / effect) ** 2)
+
+
+def judge(controllers: Mapping[str, Arms], pilot: Mapping[str, Arms], effect: float = 0.02) -> list[Claim]:
+    """`controllers`: for each, its own arm ("learned") and those of its controls. `pilot`: the same on other scenarios and
+    another split, from which the number of scenarios that is needed is estimated before the verdict."""
+    claims = []
+    for name, arms in controllers.items():
+        if "learned" not in arms:
+            raise EsperError(f"controller {name!r} was never played")
+        asked = [(control, "beats") for control in BEATEN] + [(control, "matches") for control in MATCHED]
+        asked += [(" and ".join(BETWEEN), "half")] + [(control, "reported") for control in REPORTED]
+        claims += [_judged(name, control, what, arms, pilot.get(name, {}), effect) for control, what in asked]
+    return claims
+
+
+def _paired(arms: Arms, control: str, asked: str) -> np.ndarray | str:
+    """Differences [n] that a claim is about, or why there are none."""
+    names = BETWEEN if asked == "half" else (control,)
+    if missing := [name for name in names if name not in arms]:
+        return f"{' and '.join(missing)} was never played"
+    learned, others = arms["learned"], [arms[name] for name in names]
+    if any(not np.array_equal(other.scenario, learned.scenario) for other in others):
+        return "it was played on other scenarios"
+    if not all(np.isfinite(arm.utility).all() for arm in (learned, *others)):
+        return "a utility is missing"
+    if short := [name for name in names if arms[name].tuned and arms[name].episodes < learned.episodes]:
+        return f"{short[0]} was tuned with fewer episodes than the controller was trained with"
+    return np.asarray(learned.utility - sum(other.utility for other in others) / len(others))
+
+
+def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect: float) -> Claim:
+    differences = _paired(arms, control, asked)
+    nothing = (0, math.nan, math.nan, math.nan, math.nan, 0)
+    if isinstance(differences, str):
+        return Claim(name, control, asked, *nothing, "refused", differences)
+    n, spare = len(differences), _paired(pilot, control, asked) if "learned" in pilot else "no pilot was played"
+    required = 0 if isinstance(spare, str) else max(FEWEST, needed(float(spare.std(ddof=1)), effect))
+    low, high = interval(differences)
+    chance = improvement(differences, np.zeros(n))
+    figures = (n, float(differences.mean()), low, high, chance, required)
+    if asked == "reported":
+        return Claim(name, control, asked, *figures, "reported")
+    if isinstance(spare, str):
+        return Claim(name, control, asked, *figures, "refused", f"pilot: {spare}")
+    if n < required:
+        return Claim(name, control, asked, *figures, "refused", f"{n} scenarios are too few; the pilot asks for {required}")
+    passed = {"beats": low > 0, "matches": low > -MARGIN, "half": figures[1] >= 0}[asked]
+    return Claim(name, control, asked, *figures, "holds" if passed else "fails")
+
+
+def finding(claims: Sequence[Claim]) -> tuple[str, str]:
+    """(verdict, reason) on all claims together: what one controller of three shows is no finding."""
+    judged = [claim for claim in claims if claim.asked != "reported"]
+    controllers = {claim.controller for claim in judged}
+    for verdict in ("refused", "fails"):
+        if odd := [claim for claim in judged if claim.verdict == verdict]:
+            first = odd[0]
+            what = f"{first.controller} {_VERBS[first.asked]} {first.control}"
+            return verdict, f"{len(odd)} of {len(judged)} claims, the first: {what}"
+    if len(controllers) < CONTROLLERS:
+        return "refused", f"{len(controllers)} trained controllers; a finding needs {CONTROLLERS}"
+    return "holds", f"{len(judged)} claims about {len(controllers)} controllers"
+
+
+_VERBS = {"beats": "beats", "matches": "matches", "half": "is half of the way between", "reported": "beside"}
+
+
+def pooled(controllers: Mapping[str, Arms]) -> dict[str, Arm]:
+    """Every arm averaged over controllers, scenario by scenario; arms that some lack are left out."""
+    groups = list(controllers.values())
+    shared = [name for name in groups[0] if all(name in group for group in groups)]
+
+    def mean(name: str, what: str) -> np.ndarray:
+        return np.asarray(np.mean([getattr(group[name], what) for group in groups], axis=0))
+
+    return {name: Arm(groups[0][name].scenario, mean(name, "utility"), mean(name, "score"), mean(name, "params"),
+                      mean(name, "flops"), min(group[name].episodes for group in groups), groups[0][name].tuned)
+            for name in shared}

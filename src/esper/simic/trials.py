@@ -1,0 +1,132 @@
+"""Trials: every way of deciding goes through the same executor, on the same scenarios, and is scored alike.
+
+Legend: n scenarios, S slots.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import Host
+from esper.leyline import Head, LifecycleOp, SeedStage
+from esper.simic.sweep import full_spec
+from esper.tamiyo import PolicyBundle, Wait
+from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig, Scenarios, evaluate
+
+WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
+"""Shares by which a static host may be wider; the smallest that has the parameters is taken."""
+
+
+class Decision(NamedTuple):
+    """Anything but WAIT."""
+
+    scenario: int  # its place among the n
+    epoch: int  # 0 is the first
+    op: str
+    slot: int
+    blueprint: str | None  # of a GERMINATE
+
+
+@dataclass
+class Delivered:
+    """What came of n episodes; [n] each but `blueprint`."""
+
+    utility: Tensor
+    score: Tensor
+    params: Tensor
+    flops: Tensor
+    """In trainings of the bare host for the episode."""
+    blueprint: Tensor
+    """[n, S] of fossils, -1 is none."""
+    weight: Tensor
+    """FLOPs of the fossils, in those of the bare host."""
+    decisions: list[Decision]
+
+
+class Trials:
+    """Plays n scenarios at a time. Scores are accuracies on the validation slice, or on samples that were held out."""
+
+    def __init__(self, family: Family, previews: PreviewConfig | None = None, held: tuple[Tensor, Tensor] | None = None,
+                 **options: Any) -> None:
+        """`previews` is for policies that ask for them; `options` go to the environments."""
+        self.family, self.previews, self.held, self.options = family, previews, held, options
+        self._known: dict[tuple[object, ...], MorphogeneticEnv] = {}
+        self._static: dict[tuple[float, int], Delivered] = {}
+
+    def environment(self, rows: int, previews: bool = False, full: bool = False, host: Host | None = None) -> MorphogeneticEnv:
+        """Made once for every kind of arm."""
+        name = (rows, previews, full, host)
+        if name not in self._known:
+            family = self.family if host is None else replace(self.family, host=host)
+            self._known[name] = MorphogeneticEnv(family, rows, previews=self.previews if previews else None,
+                                                 spec=full_spec(family) if full else None, **self.options)
+        return self._known[name]
+
+    def play(self, policy: PolicyBundle, scenarios: Scenarios, previews: bool = False, full: bool = False) -> Delivered:
+        """`previews`: it looks at candidates. `full`: it needs the whole action space."""
+        env = self.environment(len(scenarios), previews, full)
+        env.reset(scenarios)
+        return self._finish(env, policy)
+
+    def from_scratch(self, blueprint: Tensor, scenarios: Scenarios, epochs: Tensor | None = None) -> Delivered:
+        """Topologies [n, S], untrained, for as many epochs as the episode has or as told [n]; schedules are of that length."""
+        env = self.environment(len(scenarios))
+        env.reset(scenarios if epochs is None else replace(scenarios, horizon=epochs))
+        env.install(blueprint)
+        done = self._finish(env, Wait())
+        flops = done.flops * env.scenarios.horizon / scenarios.horizon
+        return replace(done, flops=flops, utility=_utility(scenarios, done.score, done.params, flops))
+
+    def wider(self, params: Tensor, scenarios: Scenarios) -> Delivered:
+        """Static hosts with at least so many more parameters [n], which cost what grown ones would."""
+        base = self.family.host
+        hosts = [replace(base, widths=tuple(round(w * share) for w in base.widths)) for share in WIDTHS]
+        extra = torch.tensor([host.cost.params - base.cost.params for host in hosts])
+        choice = (extra[None] < params[:, None]).sum(1).clamp(max=len(hosts) - 1)
+        parts = {number: self._wide(hosts[number], int(extra[number]), scenarios) for number in choice.unique().tolist()}
+        place = torch.tensor([list(parts).index(number) for number in choice.tolist()]), torch.arange(len(scenarios))
+
+        def picked(name: str) -> Tensor:
+            return torch.stack([getattr(part, name) for part in parts.values()])[place]
+
+        names = ("utility", "score", "params", "flops", "blueprint", "weight")
+        return Delivered(**{name: picked(name) for name in names}, decisions=[])
+
+    def _wide(self, host: Host, extra: int, scenarios: Scenarios) -> Delivered:
+        name = host.widths[0], int(scenarios.key.sum())
+        if name not in self._static:
+            env = self.environment(len(scenarios), host=host)
+            env.reset(scenarios)
+            done = self._finish(env, Wait())
+            flops = done.flops * host.cost.flops / self.family.host.cost.flops
+            params = torch.full_like(done.params, extra)
+            utility = _utility(scenarios, done.score, params, flops)
+            self._static[name] = replace(done, utility=utility, params=params, flops=flops)
+        return self._static[name]
+
+    def _finish(self, env: MorphogeneticEnv, policy: PolicyBundle) -> Delivered:
+        """Play episodes that have begun to their ends."""
+        decisions: list[Decision] = []
+        spec, epoch = env.spec, 0
+        while not bool(env.done.all()):
+            actions = policy(env.view())
+            env.step(actions)
+            chosen = dict(zip(spec.heads, actions.unbind(1), strict=True))
+            for row in (chosen[Head.OP] != spec.ops.index(LifecycleOp.WAIT)).nonzero().flatten().tolist():
+                op = spec.ops[int(chosen[Head.OP][row])]
+                blueprint = spec.blueprints[int(chosen[Head.BLUEPRINT][row])] if op is LifecycleOp.GERMINATE else None
+                decisions.append(Decision(row, epoch, op.name, int(chosen[Head.SLOT][row]), blueprint))
+            epoch += 1
+        samples = env.validation() if self.held is None else env.held_out(*self.held)
+        score, life = evaluate(env.population, samples).delivered.accuracy, env.population.life
+        fossil = life.at(SeedStage.FOSSILIZED)
+        params, weight = ((cost * fossil).sum(1) for cost in env.population.costs())
+        flops = 1 + env.spent.float()
+        return Delivered(_utility(env.scenarios, score, params, flops), score, params, flops,
+                         torch.where(fossil, life.blueprint, -1), weight / env.family.host.cost.flops, decisions)
+
+
+def _utility(scenarios: Scenarios, score: Tensor, params: Tensor, flops: Tensor) -> Tensor:
+    return score - scenarios.price * params - scenarios.flop_price * (flops - 1)
