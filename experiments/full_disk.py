@@ -39,7 +39,8 @@ def interrupted(small: Path, room: int) -> tuple[str, bytes]:
     stopped = train(folder)
     told = stopped.stderr.strip()
     assert stopped.returncode == 2, (room, stopped)
-    assert told.startswith("esper train: cannot ") and "\n" not in told, told
+    assert told.startswith("esper train: cannot "), told
+    assert "\n" not in told, told
     assert not list(folder.glob("*.writing"))
     ballast.unlink()
     again = train(folder)

@@ -25,7 +25,8 @@ class Store:
             for table, columns in TABLES.items():
                 self.connection.execute(_create(table, columns))
         except sqlite3.Error as error:
-            raise EsperError(f"cannot open the run store {self.path}: {error}; see that its folder has room and may be written") from error
+            raise EsperError(f"cannot open the run store {self.path}: {error}; see that its folder has room and may be "
+                             "written") from error
 
     def write(self, table: str, columns: Mapping[str, object]) -> None:
         """Columns of equal length; a single value stands for all rows. Unknown names and impossible values are refused."""
