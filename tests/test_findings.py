@@ -13,7 +13,9 @@ import torch
 
 import esper
 from esper.leyline import EsperError, Head
-from esper.simic import Collector, PerHead, PPOAgent
+from esper.simic import Anomaly, Collector, PerHead, PPOAgent, TamiyoRolloutBuffer
+from esper.simic.buffer import Sequences
+from esper.simic.ppo import RATIOS, Knobs
 from tests.minds import SPEC, Chance, agent, filled, random_masks
 
 ROOT = Path(__file__).parents[1]
@@ -98,13 +100,42 @@ def test_heads_can_be_neither_missing_nor_misspelt() -> None:
         fewer.check(SPEC, (2,), torch.device("cpu"))
 
 
-def test_the_worst_ratio_of_an_update_is_kept_and_nothing_piles_up() -> None:
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_an_update_leaves_the_advantages_as_they_are(ratio: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mind = agent(ratio=ratio, epochs=3)
+    learn, seen = mind._learn, []
+
+    def watched(buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[str, float]], int, int]:
+        before = buffer["advantage"].clone()
+        learned = learn(buffer, knobs)
+        seen.append((before, buffer["advantage"].clone()))
+        return learned
+
+    monkeypatch.setattr(mind, "_learn", watched)
+    assert mind.update(*filled(mind)).steps == 3
+    ((before, after),) = seen
+    assert float(before.abs().max()) > 0
+    assert torch.equal(before, after)
+
+
+def test_the_worst_ratio_of_an_update_is_kept_and_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
     mind = agent(epochs=30, learning_rate=(2e-2, 2e-2), clip=1e9, max_grad_norm=1e9)
-    metrics = mind.update(*filled(mind, rows=16))
-    assert metrics.steps == 30
-    assert metrics.ratio_max > 1.5, "the worst of all epochs, not the first"
-    assert any(a.kind == "ratio_explosion" for a in metrics.anomalies) == (metrics.ratio_max > mind.detector.thresholds.ratio_max)
-    assert len(metrics.anomalies) <= 2 * len(metrics.head_entropy) + 20
+    gradient, steps = mind._gradient, []
+
+    def kept(batch: Sequences, knobs: Knobs) -> dict[str, float]:
+        steps.append(gradient(batch, knobs))
+        return steps[-1]
+
+    monkeypatch.setattr(mind, "_gradient", kept)
+    for seed in range(3):
+        steps.clear()
+        metrics = mind.update(*filled(mind, rows=16, seed=seed))
+        highest, lowest = max(s["ratio_max"] for s in steps), min(s["ratio_min"] for s in steps)
+        assert (len(steps), metrics.ratio_max, metrics.ratio_min) == (30, highest, lowest)
+        assert steps[0]["ratio_max"] == pytest.approx(1, abs=1e-3), "the worst is not the first"
+        assert set(metrics.anomalies) == {Anomaly("ratio_explosion", "ratio_max", highest),
+                                          Anomaly("ratio_collapse", "ratio_min", lowest)}
+        assert len(metrics.anomalies) == 2
 
 
 def test_storage_is_made_once_and_laid_out_by_time() -> None:

@@ -1,5 +1,6 @@
 """The training loop and its command: runs that go on bit for bit, and a store that tells all of it."""
 
+import io
 import json
 import os
 import signal
@@ -7,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import SafetensorError
 
 from esper.cli import main
@@ -122,7 +125,20 @@ def test_views_read_the_store_alone(tmp_path: Path) -> None:
     assert set(state.entropies) == {"op", "slot", "blueprint"}
     assert state.funnel["GERMINATED"] > 0
     assert len(state.line()) < 110
-    assert panel(state) is not None
+    for troubles in ([], [f"entropy_collapse {head}" for head in state.entropies] * 4):
+        shown = replace(state, anomalies=troubles, left=1e6)
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(panel(shown))
+        lines = console.export_text().splitlines()
+        assert max(map(len, lines)) <= 80
+        told = {line.split()[0]: line for line in lines if line.split()}
+        assert {"round", "decisions", "entropies", "seeds", "anomalies"} <= told.keys()
+        text = " ".join(" ".join(lines).split())
+        assert all(f"{op} {share:.0%}" in text for op, share in state.ops.items())
+        assert all(f"{head} {value:.2f}" in told["entropies"] for head, value in state.entropies.items())
+        assert f"germinated {state.funnel['GERMINATED']} >" in told["seeds"]
+        assert text.count("entropy_collapse") == 2 * len(troubles), "in the line and in the table"
+        assert ("none" in told["anomalies"]) == (not troubles)
     assert LifecycleOp.WAIT.name in state.ops
 
 
