@@ -5,11 +5,8 @@
 Measures CUDA hosts where CUDA is there, and CPU hosts elsewhere. Needs torch and rich, not the command.
 """
 
-import datetime
-import json
-
 import torch
-from population import arguments, hardware
+from population import publisher
 
 from esper.bench_env import EnvBench, run_env_bench
 from esper.memory import keep_freed_memory
@@ -19,15 +16,14 @@ CUDA = [{"host": "conv1d", "rows": 1024, "loop_rows": 8, "device": "cuda", "dtyp
 
 
 def main() -> None:
-    out, commit = arguments(__doc__)
+    publish = publisher(__doc__)
     keep_freed_memory()
     for options_of_one in CUDA if torch.cuda.is_available() else CPU:
         config = EnvBench(**options_of_one, rounds=5)  # type: ignore[arg-type]
         result = run_env_bench(config)
-        result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
-        path = out / f"env-{config.host}-{config.device}-{config.dtype}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{path.name}: {result['ratio']:.1f}x, {result['host_epochs_per_second']}, evidence "
+        name = f"env-{config.host}-{config.device}-{config.dtype}"
+        publish(name, config.device, result)
+        print(f"{name}: {result['ratio']:.1f}x, {result['host_epochs_per_second']}, evidence "
               f"{result['counterfactuals']['ratio']:.1f}x, {result['peak_memory_bytes'] / 2**30:.1f} GiB", flush=True)
 
 

@@ -11,7 +11,9 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,28 +34,32 @@ def hardware(device: str) -> str:
     return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
 
 
-def arguments(description: str | None) -> tuple[Path, str]:
-    """(folder for results, commit that is measured)."""
+def publisher(description: str | None) -> Callable[[str, str, dict[str, Any]], None]:
+    """Reads the command line; what it returns writes the result of a name and device, with date, commit and hardware."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", help="commit that is measured (default: git's HEAD)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     head = ["git", "rev-parse", "--short", "HEAD"]
-    return options.out, options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+    commit = options.commit or subprocess.run(head, capture_output=True, text=True, check=True).stdout.strip()
+
+    def publish(name: str, device: str, result: dict[str, Any]) -> None:
+        origin = {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(device)}
+        (options.out / f"{name}.json").write_text(json.dumps(result | origin, indent=1) + "\n")
+
+    return publish
 
 
 def main() -> None:
-    out, commit = arguments(__doc__)
+    publish = publisher(__doc__)
     keep_freed_memory()
     for options_of_one in CUDA if torch.cuda.is_available() else CPU:
         config = PopulationBench(**options_of_one)
         result = run_population_bench(config, print)
-        result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
-        name = "-".join([config.host, config.device, config.dtype, *["compiled"] * config.compile])
-        path = out / f"population-{name}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{path}: {result['ratio']:.1f}x, {result['samples_per_second']}, {result['structural_seconds']}", flush=True)
+        name = "-".join(["population", config.host, config.device, config.dtype, *["compiled"] * config.compile])
+        publish(name, config.device, result)
+        print(f"{name}: {result['ratio']:.1f}x, {result['samples_per_second']}, {result['structural_seconds']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,10 @@
 Measures CUDA where it is there, and the CPU elsewhere (against sb3-contrib, which must be installed for that).
 """
 
-import datetime
-import json
 import statistics
 
 import torch
-from population import arguments, hardware
+from population import publisher
 
 from esper.bench_rl import RLBench, run_rl_bench
 from esper.memory import keep_freed_memory
@@ -20,15 +18,14 @@ CUDA = [{"rows": 256, "steps": 30, "device": "cuda", "compile": compile} for com
 
 
 def main() -> None:
-    out, commit = arguments(__doc__)
+    publish = publisher(__doc__)
     keep_freed_memory()
     for options_of_one in CUDA if torch.cuda.is_available() else CPU:
         config = RLBench(**options_of_one, updates=7)  # type: ignore[arg-type]
         result = run_rl_bench(config)
-        result |= {"date": datetime.date.today().isoformat(), "commit": commit, "hardware": hardware(config.device)}
         shape = f"{config.rows}x{config.steps}" + (f"-by-{config.episode}" if config.episode else "")
-        name = f"rl-{shape}-{config.device}{'-compiled' * config.compile}.json"
-        (out / name).write_text(json.dumps(result, indent=1) + "\n")
+        name = f"rl-{shape}-{config.device}{'-compiled' * config.compile}"
+        publish(name, config.device, result)
         seconds = {learner: statistics.median(values) for learner, values in result["rounds_seconds"].items()}
         print(name, result["transitions_per_second"], seconds, result.get("ratio"), flush=True)
 
