@@ -15,6 +15,7 @@ COMMANDS = {
     "tasks": ("esper.tasks_cli", "TasksList", "run_list", "list the tasks, their published scores and their data"),
     "tasks add-data": ("esper.tasks_cli", "TasksAddData", "run_add_data", "check a task's files and remember their folder"),
     "train": ("esper.train_cli", "Train", "run", "let a controller learn on a family of scenarios"),
+    "prove": ("esper.prove_cli", "Prove", "run", "put trained controllers before the court"),
     "sweep": ("esper.sweep_cli", "SweepOptions", "run", "play scripted decisions: what is knowledge worth?"),
     "replay": ("esper.replay_cli", "Replay", "run", "run a recorded round again and compare it bit by bit"),
     "bench env": ("esper.bench_env", "EnvBench", "run", "compare the environment with a loop over modules"),

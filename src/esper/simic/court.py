@@ -139,11 +139,14 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
     figures = (n, float(differences.mean()), low, high, chance, required)
     if asked == "reported":
         return Claim(name, control, asked, *figures, "reported")
+    passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -MARGIN, high <= -MARGIN),
+                    "half": (figures[1] >= 0, high < 0)}[asked]
+    if lost:  # no further scenario would help
+        return Claim(name, control, asked, *figures, "fails")
     if isinstance(spare, str):
         return Claim(name, control, asked, *figures, "refused", f"pilot: {spare}")
     if n < required:
         return Claim(name, control, asked, *figures, "refused", f"{n} scenarios are too few; the pilot asks for {required}")
-    passed = {"beats": low > 0, "matches": low > -MARGIN, "half": figures[1] >= 0}[asked]
     return Claim(name, control, asked, *figures, "holds" if passed else "fails")
 
 
@@ -151,7 +154,7 @@ def finding(claims: Sequence[Claim]) -> tuple[str, str]:
     """(verdict, reason) on all claims together: what one controller of three shows is no finding."""
     judged = [claim for claim in claims if claim.asked != "reported"]
     controllers = {claim.controller for claim in judged}
-    for verdict in ("refused", "fails"):
+    for verdict in ("fails", "refused"):
         if odd := [claim for claim in judged if claim.verdict == verdict]:
             first = odd[0]
             what = f"{first.controller} {_VERBS[first.asked]} {first.control}"

@@ -18,7 +18,7 @@ from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
 from esper.leyline.keys import mix, uniform
 from esper.simic.gaps import NO_GROWTH, Outcomes
 from esper.tamiyo import Scripted, Wait, entry
-from esper.tolaria import Family, MorphogeneticEnv, Scenarios, evaluate, play, preview_candidates
+from esper.tolaria import Family, MorphogeneticEnv, Scenarios, play, preview_candidates
 
 Script = list[tuple[int, ...]]
 DECIDE_AT = 2
@@ -159,7 +159,7 @@ def delivered(env: MorphogeneticEnv) -> Tensor:
     """[N, 4] of rows at their horizon: accuracy of host and fossils on either half of the validation slice, parameters
     of the fossils, FLOPs spent."""
     half = len(env.feed.validation_x) // 2
-    accuracy = [evaluate(env.population, env.validation(*part)).delivered.accuracy for part in ((0, half), (half, 2 * half))]
+    accuracy = [env.evaluate(env.validation(*part)).delivered.accuracy for part in ((0, half), (half, 2 * half))]
     fossils = env.population.costs()[0] * env.population.life.at(SeedStage.FOSSILIZED)
     return torch.stack([*accuracy, fossils.sum(1).float(), env.spent.float()], 1)
 

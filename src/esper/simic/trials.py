@@ -13,7 +13,7 @@ from esper.kasmina import Host
 from esper.leyline import Head, LifecycleOp, SeedStage
 from esper.simic.sweep import full_spec
 from esper.tamiyo import PolicyBundle, Wait
-from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig, Scenarios, evaluate
+from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig, Scenarios
 
 WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Shares by which a static host may be wider; the smallest that has the parameters is taken."""
@@ -120,7 +120,7 @@ class Trials:
                 decisions.append(Decision(row, epoch, op.name, int(chosen[Head.SLOT][row]), blueprint))
             epoch += 1
         samples = env.validation() if self.held is None else env.held_out(*self.held)
-        score, life = evaluate(env.population, samples).delivered.accuracy, env.population.life
+        score, life = env.evaluate(samples).delivered.accuracy, env.population.life
         fossil = life.at(SeedStage.FOSSILIZED)
         params, weight = ((cost * fossil).sum(1) for cost in env.population.costs())
         flops = 1 + env.spent.float()

@@ -156,10 +156,8 @@ class MorphogeneticEnv:
         alpha = self.population.life.alpha
         self.population.begin_epoch(actions)
         self.governor.forget((self.population.life.alpha < alpha).any(1).nonzero().flatten())
-        self.feed.begin_epoch(self.clock)
-        losses = [self.population.train_step(*self.feed.train(step)) for step in range(self.feed.steps)]
-        train_loss = torch.stack(losses).mean(0).cpu().float()
-        evidence = evaluate(self.population, self.validation())
+        train_loss = self.train()
+        evidence = self.evaluate(self.validation())
         self._spend()
         self.population.end_epoch(evidence.contribution)
         self.clock += ~self.done
@@ -167,6 +165,16 @@ class MorphogeneticEnv:
         self._preview()
         assert self.measured is not None
         return self.measured
+
+    def train(self) -> Tensor:
+        """One epoch of every row; mean losses [N]."""
+        self.feed.begin_epoch(self.clock)
+        losses = [self.population.train_step(*self.feed.train(step)) for step in range(self.feed.steps)]
+        return torch.stack(losses).mean(0).cpu().float()
+
+    def evaluate(self, samples: Iterator[tuple[Tensor, Tensor]]) -> Evidence:
+        """What every row is worth on these samples, and each of its seeds."""
+        return evaluate(self.population, samples)
 
     def _preview(self) -> None:
         if self.previews is None:

@@ -1,0 +1,146 @@
+"""The proof: a planted policy passes, doing nothing and chance fail, and the test split stays shut until the verdict."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from experiments import orchard
+from experiments.orchard import FAMILY, Gardener, Orchard
+
+from esper.cli import main
+from esper.leyline import EsperError
+from esper.nissa import Store, read
+from esper.simic import prove as proving
+from esper.simic import sweep, trials
+from esper.simic.controls import Tuned, tune
+from esper.simic.court import BEATEN, MATCHED, REPORTED
+from esper.simic.prove import Mind, Proof, ProofConfig, prove
+from esper.simic.trials import Trials
+from esper.tamiyo import PolicyBundle, Random, Wait
+
+EPISODES = 400
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_the_orchard() -> Iterator[None]:
+    """Arms are played where training and scores are a table."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (sweep, trials):
+            patch.setattr(module, "MorphogeneticEnv", Orchard)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    return tune(FAMILY, EPISODES, rows=128, preview_steps=0)
+
+
+def put(name: str, policy: PolicyBundle, tuned: Tuned, store: Store | None = None) -> Proof:
+    minds = [Mind(f"{name} {number}", lambda spec: policy, EPISODES) for number in range(3)]
+    return prove(FAMILY, minds, tuned, ProofConfig(scenarios=320, pilot=64), store)
+
+
+def test_the_planted_policy_is_optimal_and_sees_only_what_all_policies_see() -> None:
+    drawn, env = FAMILY.scenarios(64, "test"), Orchard(FAMILY, 64)
+    arms = [Trials(FAMILY).play(policy, drawn).utility for policy in (Gardener(env), Wait())]
+    torch.testing.assert_close(arms[0] - arms[1], orchard.optimum(drawn, env), atol=1e-6, rtol=0)
+
+
+def test_a_planted_policy_passes(tuned: Tuned, tmp_path: Path) -> None:
+    store = Store(tmp_path / "proof.db")
+    proof = put("gardener", Gardener(Orchard(FAMILY, 1)), tuned, store)
+    assert (proof.verdict, proof.reason) == ("holds", "33 claims about 3 controllers")
+    path = store.path
+    assert read(path, "SELECT count(*), count(DISTINCT controller) FROM claim") == [(4 * 15, 4)]
+    arms = {row[0] for row in read(path, "SELECT DISTINCT arm FROM arm")}
+    assert arms == {"learned", *BEATEN, *MATCHED, *REPORTED}
+    assert read(path, "SELECT count(*) FROM arm WHERE arm = 'learned'") == [(3 * 320,)]
+    drawn = FAMILY.scenarios(320, "test")
+    truth = float(orchard.optimum(drawn, Orchard(FAMILY, 1)).mean())
+    gain = read(path, "SELECT gain, low, high FROM summary WHERE controller = 'pooled' AND arm = 'learned'")[0]
+    assert gain[0] == pytest.approx(truth, abs=1e-6)
+    assert gain[1] < truth < gain[2]
+    difference = read(path, "SELECT a.utility - b.utility FROM arm a JOIN arm b USING (scenario) WHERE a.arm = 'learned' AND "
+                            "a.controller = 'gardener 1' AND b.arm = 'random' ORDER BY scenario")
+    claim = next(c for c in proof.claims if (c.controller, c.control) == ("gardener 1", "random"))
+    assert claim.difference == pytest.approx(sum(d[0] for d in difference) / 320, abs=1e-6)
+    assert read(path, "SELECT count(*) FROM decision WHERE arm = 'learned' AND controller = 'gardener 0' AND op = 'GERMINATE'")[0][0] > 100
+
+
+@pytest.mark.parametrize("policy", [Wait(), Random(), Random(seed=5)])
+def test_doing_nothing_and_chance_fail(policy: PolicyBundle, tuned: Tuned) -> None:
+    proof = put("nobody", policy, tuned)
+    assert proof.verdict == "fails"
+    failed = {claim.control for claim in proof.claims if claim.controller == "nobody 0" and claim.verdict == "fails"}
+    assert {"no growth", "best fixed", "shuffled"} <= failed
+
+
+def test_controls_without_enough_episodes_are_refused(tuned: Tuned) -> None:
+    minds = [Mind(f"m {n}", lambda spec: Gardener(Orchard(FAMILY, 1)), 10 * EPISODES) for n in range(3)]
+    proof = prove(FAMILY, minds, tuned, ProofConfig(scenarios=64, pilot=16))
+    assert proof.verdict == "refused"
+    assert {c.control for c in proof.claims if "fewer episodes" in c.reason} >= {"periodic", "best fixed", "best rule"}
+
+
+def test_the_test_split_is_opened_once_after_the_pilot(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real = proving.open_test
+    monkeypatch.setattr(proving, "open_test", lambda *a: (events.append("opened"), real(*a))[1])
+    minds = [Mind("m", lambda spec: Wait(), EPISODES)]
+    prove(FAMILY, minds, tuned, ProofConfig(scenarios=8, pilot=4), watch=lambda what: events.append(what))
+    assert events.count("opened") == 1
+    at = events.index("opened")
+    assert all(event.startswith("pilot") for event in events[:at])
+    assert not any(event.startswith("pilot") for event in events[at:])
+
+
+def test_controls_of_another_family_are_refused(tuned: Tuned) -> None:
+    with pytest.raises(EsperError, match="tuned for 'orchard'"):
+        prove(sweep.Family("other", "digits", FAMILY.host, FAMILY.kinds), [], tuned)
+
+
+def test_tuned_controls_survive_a_file(tuned: Tuned, tmp_path: Path) -> None:
+    tuned.save(tmp_path / "controls.json")
+    again = Tuned.load(tmp_path / "controls.json")
+    assert {k: v for k, v in vars(again).items() if k != "rule"} == {k: v for k, v in vars(tuned).items() if k != "rule"}
+    assert again.rule.splits == tuned.rule.splits
+    assert (again.rule.choices == tuned.rule.choices).all()
+    (tmp_path / "controls.json").write_text("{}")
+    with pytest.raises(EsperError, match="cannot read tuned controls"):
+        Tuned.load(tmp_path / "controls.json")
+
+
+def test_the_command_refuses_bad_input_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "proof.json").write_text("{}")
+    cases = {
+        "neither the folder of a run": ["--minds", str(tmp_path / "nowhere"), "--out", str(tmp_path / "a")],
+        "already holds a proof": ["--minds", "wait", "--family", "mlp", "--out", str(tmp_path / "done")],
+        "name one with --family": ["--minds", "wait", "--out", str(tmp_path / "b")],
+        "different names": ["--minds", "wait", "wait", "--family", "mlp", "--out", str(tmp_path / "c")],
+    }
+    for message, arguments in cases.items():
+        assert main(["prove", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
+
+
+def test_the_command_writes_a_verdict_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    import esper.tolaria.families as families
+
+    monkeypatch.setitem(families.FAMILIES, "orchard", FAMILY)
+    out = tmp_path / "proof"
+    assert main(["prove", "--minds", "wait", "random", "heuristic", "--family", "orchard", "--episodes", "60", "--rows", "64",
+                 "--scenarios", "48", "--pilot", "8", "--out", str(out), "--commit", "abc"]) == 0
+    said = capsys.readouterr().out
+    assert "fails: " in said
+    result = json.loads((out / "proof.json").read_text())
+    assert (result["verdict"], result["commit"], result["family"]) == ("fails", "abc", "orchard")
+    first = result["claims"][0]
+    assert {"controller", "control", "n", "difference", "low", "high", "verdict"} <= first.keys()
+    assert "<svg" in (out / "report.html").read_text()
+    assert json.loads((out / "controls.json").read_text())["family"] == "orchard"
