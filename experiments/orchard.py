@@ -6,6 +6,7 @@ Legend: N rows, S slots, K blueprints.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class Gardener:
         return Planned(torch.where(known, 0, -1), best.indices)(view)
 
 
+@dataclass(frozen=True)
 class OrchardConfig(TrainConfig):
     """Trains in the orchard instead of on hosts."""
 
