@@ -1,0 +1,179 @@
+"""The report of a proof: what it counts, what it shows, and that it stands alone."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from esper.karn import write_report
+from esper.karn.charts import LETTER, LINE, NARROW, front, scatter, ticks
+from esper.karn.report import SECTIONS, seeds_of
+from esper.leyline import EsperError
+from esper.nissa import TABLES, Store
+
+HOSTILE = '<script>alert("x")</script>'
+VOID = {"meta"}
+ARMS = {"no growth": (0.0, 0.60, 0, 1.0), "random": (-0.01, 0.62, 900, 1.9), "learned": (0.0712, 0.70, 300, 1.4)}
+"""gain, score, params, FLOPs: random costs more than learned and scores less"""
+LIVES = [(0, 0, "GERMINATE", 0, "norm"), (0, 2, "PRUNE", 0, None), (0, 3, "GERMINATE", 0, "mixer"), (0, 9, "FOSSILIZE", 0, None),
+         (1, 4, "GERMINATE", 1, "norm")]
+"""In one slot a seed is pruned and the next one kept; a seed in another scenario is never finished."""
+
+
+class Page(HTMLParser):
+    """Text, tags and attributes of a page; tags must balance."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.open += [] if tag in VOID else [tag]
+        if tag in ("tr", "td"):
+            self.rows.append([]) if tag == "tr" else self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if "td" in self.open:
+            self.rows[-1][-1] += data
+
+
+def proof(path: Path, controllers: tuple[str, ...] = ("a", "b")) -> Path:
+    """A store as a proof leaves it, with three scenarios."""
+    store = Store(path)
+    for controller, arm in [("all", "no growth"), ("all", "random"), *((name, "learned") for name in controllers)]:
+        store.write("arm", {"controller": controller, "arm": arm, "scenario": [0, 1, 2], "kind": ["blind", "frozen", "blind"],
+                            "price": [0.0, 2e-5, 2e-5], "horizon": 12, "utility": 0.5, "score": 0.6, "params": 10, "flops": 1.1})
+    for name in controllers:
+        columns = zip(("scenario", "epoch", "op", "slot", "blueprint"), zip(*LIVES, strict=True), strict=True)
+        store.write("decision", {"controller": name, "arm": "learned", **dict(columns)})
+    for name in (*controllers, "pooled"):
+        gain, score, params, flops = zip(*ARMS.values(), strict=True)
+        store.write("summary", {"controller": name, "arm": list(ARMS), "gain": gain, "low": [g - 0.01 for g in gain],
+                                "high": [g + 0.01 for g in gain], "middle": gain, "utility": 0.5, "score": score,
+                                "params": params, "flops": flops, "episodes": [0, 0, 4096]})
+        store.write("claim", {"controller": name, "control": ["random", "gap"], "asked": "beats", "n": [256, 0],
+                              "difference": [0.03217, float("nan")], "low": [0.0101, float("nan")],
+                              "high": [0.0502, float("nan")], "improvement": [0.81, float("nan")], "needed": [64, 0],
+                              "verdict": ["holds", "refused"], "reason": ["", "gap was never played"]})
+    store.commit()
+    store.close()
+    return path
+
+
+def run(path: Path) -> Path:
+    store = Store(path)
+    store.write("round", {"round": [0, 1], "seconds": [30.0, 31.5], "host_epochs": [1000, 1500], "utility": [0.01, 0.05],
+                          "utility_error": [0.002, None]})
+    store.write("exam", {"round": 2, "policy": ["learned", "learned", "heuristic"], "scenario": [0, 1, 0],
+                         "utility": [0.02, 0.06, 0.9]})
+    store.commit()
+    store.close()
+    return path
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    runs = {"a": run(tmp_path / "a.db"), "b": tmp_path / "gone.db"}
+    facts = {"family": "mnist1d", "verdict": "refused", "reason": "2 of 4 claims", "command": "esper prove <family>", "n": 3}
+    write_report(proof(tmp_path / "proof.db"), runs, facts, tmp_path / "page.html")
+    return Page(tmp_path / "page.html")
+
+
+def test_the_page_is_whole_and_stands_alone(page: Page) -> None:
+    assert not re.findall(r"https?:|//\w|@import|url\(", page.source)
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert all(section in page.text for section in SECTIONS)
+    assert "The proof is refused: 2 of 4 claims." in page.text
+    assert "esper prove <family>" in page.text
+    assert "nan" not in page.source.lower()
+    titles = {value for name, value in page.attributes if name == "title"}
+    assert {TABLES["summary"]["gain"].help + " [score]", TABLES["claim"]["needed"].help} <= titles
+
+
+def test_numbers_are_in_points(page: Page) -> None:
+    assert ["learned", "+7.12", "+6.12 … +8.12", "+7.12", "70.0", "300", "1.40", "4,096"] in page.rows
+    assert [row[0] for row in page.rows if len(row) == 8] == ["learned", "no growth", "random"]  # by gain
+    assert ["beats", "random", "256", "+3.22", "+1.01 … +5.02", "0.81", "64", "holds", ""] in page.rows
+    assert ["beats", "gap", "0", "", "", "", "0", "refused", "gap was never played"] in page.rows
+    assert "beats gap: no evidence" in page.text
+
+
+def test_a_seed_is_kept_if_its_own_life_ends_in_a_fossil(tmp_path: Path, page: Page) -> None:
+    assert [(seed.blueprint, seed.kind, seed.epoch, seed.fate) for seed in seeds_of(tmp_path / "proof.db")[:3]] == [
+        ("norm", "blind", 0, "pruned"), ("mixer", "blind", 3, "kept"), ("norm", "frozen", 4, "unfinished")]
+    assert "pooled: 6 germinated, 2 kept" in page.text
+    assert "a: 3 germinated, 1 kept" in page.text
+    assert page.text.count("3 → 1 · 1 · 1") == 2
+    assert "4 episodes, 2 kept" in page.text  # blind, both controllers
+    assert "mixer in slot 0: 2" in page.text
+    assert "norm in slot" not in page.text
+
+
+def test_training_is_shown_where_it_is_known(page: Page, tmp_path: Path) -> None:
+    assert "gone.db" in page.text
+    assert ["learned (a)", "2", "2,500", "62", "4,096", "1.40"] in page.rows
+    assert ["learned (b)", "", "", "", "4,096", "1.40"] in page.rows
+    assert ["all controllers", "", "", "", "8,192", ""] in page.rows  # a sum with a part missing would be a lie
+    assert all(point in page.text for point in ("0: 1.00 ± 0.39", "1: 5.00 ± 0.00", "2: 4.00 ± 0.00"))  # rounds, examination
+    write_report(tmp_path / "proof.db", {}, {}, tmp_path / "bare.html")
+    assert "Without run stores" in Page(tmp_path / "bare.html").text
+
+
+def test_hostile_names_stay_names(tmp_path: Path) -> None:
+    runs, facts = {HOSTILE: tmp_path / f"{HOSTILE[:8]}.db"}, dict.fromkeys(("family", "verdict", "reason", HOSTILE), HOSTILE)
+    write_report(proof(tmp_path / "proof.db", (HOSTILE, "b")), runs, facts, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert "script" not in page.tags
+    assert f"learned ({HOSTILE})" in page.text
+    assert page.text.count(HOSTILE) > 5
+
+
+def test_a_proof_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EsperError, match="no run store"):
+        write_report(tmp_path / "proof.db", {}, {}, tmp_path / "page.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_front_leaves_out_what_is_dominated() -> None:
+    dots = {name: (params, score) for name, (_, score, params, _) in ARMS.items()}
+    assert front(dots) == ["no growth", "learned"]
+    assert front({"dear": (2, 0.5), "cheap": (1, 0.5), "dearer": (2, 0.4)}) == ["cheap"]
+    drawn = scatter(dots, "params", "score", "learned")
+    hollow = re.findall(r'class="c\d hollow"><title>([^:]+)', drawn)
+    assert hollow == ["random"]
+
+
+@pytest.mark.parametrize("width", [NARROW, 2 * NARROW, 5 * NARROW])
+def test_labels_do_not_meet_at_any_width(width: int) -> None:
+    dots = {f"from scratch, equal {number}": (1 + 0.02 * (number * 7 % 5), 0.7 + 0.003 * (number * 5 % 7)) for number in range(9)}
+    dots["no growth"] = 0.0, 0.5
+    boxes = []
+    for text in re.findall(r"<text [^>]+>(?:from|no) [^<]+", scatter(dots, "cost", "score", "")):
+        x, y, dx, end, words = re.fullmatch(r'<text x="(.+)%" y="(.+)" dx="(.+?)"( text-anchor="end")?>(.+)', text).groups()
+        start = float(x) * width / 100 + float(dx) - (LETTER * len(words) if end else 0)
+        boxes.append((start, float(y), start + LETTER * len(words), float(y) + LINE - 0.2))  # rounded
+    assert len(boxes) == len(dots)
+    for place, a in enumerate(boxes):
+        assert not [b for b in boxes[:place] if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]]
+
+
+@pytest.mark.parametrize("values", [[], [0.0], [3.0, 3.0], [-1e-4, 2e-4], [0.1, 0.7, 0.30000000000000004], [12.0, 98765.0]])
+def test_ticks_enclose_what_is_drawn(values: list[float]) -> None:
+    marks = ticks(values)
+    assert 2 <= len(marks) <= 7
+    assert all(marks[0] - 1e-12 <= value <= marks[-1] + 1e-9 for value in values)
