@@ -166,7 +166,6 @@ def main() -> None:
     options_of.add_argument("--family", default="mlp")
     options_of.add_argument("--scenarios", type=int, default=64)
     options_of.add_argument("--episodes", type=int, default=2000)
-    options_of.add_argument("--device", default="cpu")
     options = options_of.parse_args()
     family: Family = find_family(options.family)
     tuned = tune(family, options.episodes, rows=256, device=options.device)

@@ -58,7 +58,8 @@ class Orchard(MorphogeneticEnv):
         on = life.planted & (life.alpha > 0)
         contribution = Contribution(torch.where(on, life.alpha * each, 0.0), error, on)
         preview = Contribution(torch.where(life.incubating, life.target * each, 0.0), error, life.incubating)
-        return Evidence(scores(life.alpha), scores(torch.zeros_like(life.alpha)), scores(life.alpha * fossil), contribution, preview)
+        on_off_kept = (scores(life.alpha * kept) for kept in (torch.tensor(1.0), torch.tensor(0.0), fossil))
+        return Evidence(*on_off_kept, contribution, preview)
 
 
 def _params(env: MorphogeneticEnv) -> Tensor:

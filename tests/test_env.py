@@ -13,7 +13,19 @@ import torch
 from esper.kasmina import Host, blueprints_for
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage, StateFormatError
 from esper.tamiyo import Random, Scripted, Wait, entry
-from esper.tolaria import Family, Kind, Scenario, Scenarios, Trace, Twins, evaluate, play, preview_candidates, replay
+from esper.tolaria import (
+    Family,
+    Kind,
+    PreviewConfig,
+    Scenario,
+    Scenarios,
+    Trace,
+    Twins,
+    evaluate,
+    play,
+    preview_candidates,
+    replay,
+)
 from esper.tolaria.evaluation import plan
 from tests.workshop import KINDS, toy_data, toy_env, toy_family
 
@@ -325,6 +337,20 @@ def test_previews_rank_candidates_and_leave_the_row_alone() -> None:
     heavy = previews.value[1:, 0, names.index("mlp_heavy")]
     assert bool((heavy > 2 * previews.standard_error[1:, 0, names.index("mlp_heavy")]).all())  # it does learn
     assert float(env.spent[1]) > float(env.spent[0]) > 0
+
+
+def test_previews_that_come_too_late_are_not_taken() -> None:
+    """A seed needs six epochs to be kept; what nobody can act on is not paid for."""
+    family = toy_family(horizons=(12,))
+    spec = ActionSpec.decisive(len(family.host.slots), blueprints_for("mlp"))
+    env = toy_env(3, family, spec=spec, previews=PreviewConfig(every=3, steps=2))
+    env.reset(family.scenarios(3))
+    paid = []
+    while not bool(env.done.all()):
+        before = env.spent.clone()
+        env.step(Wait()(env.view()))
+        paid.append(bool((env.spent > before).all()))
+    assert [epoch + 1 for epoch, did in enumerate(paid) if did] == [3, 6]
 
 
 def test_nothing_to_preview_is_no_error() -> None:

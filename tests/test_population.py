@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from esper.demo import random_actions
 from esper.kasmina import HOSTS, Host, Impairments, OptimConfig, Population
+from esper.kasmina.packing import Prefix
 from esper.leyline import ActionSpec, EsperError, GateConfig, Head, LifecycleOp, StateFormatError
 from esper.leyline.keys import mix, uniform
 from tests.reference import batch, known_contributions, small_hosts
@@ -162,9 +163,10 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
         raise OSError("disk full")
 
     monkeypatch.setattr("esper.leyline.storage.save_file", broken)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(EsperError, match="disk full"):
         small(seed=3).save(path)
     assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path], "half a file is taken away"
 
 
 def test_reset_lifts_old_impairments() -> None:
@@ -327,6 +329,35 @@ def test_a_seed_that_broke_once_is_not_healthy_this_epoch() -> None:
     population.train_step(x, y)
     population.end_epoch()
     assert population.life.healthy[:, 0].tolist() == [True, True, False, True, True, True]
+
+
+def probed(kind: str, shared: bool) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Two hosts, each in six rows with another seed: logits of both, and of all rows after a few shadow steps."""
+    rows, key, generator = 12, torch.arange(2).repeat_interleave(6), torch.Generator().manual_seed(0)
+    population = Population(Host(kind, **small_hosts()[kind]), rows, dtype=torch.float64, optim=OptimConfig("sgd"))
+    population.reset(torch.arange(rows), mix(key, 5))
+    spec = population.spec
+    actions = [spec.action(LifecycleOp.GERMINATE, slot=row % 3, blueprint=spec.blueprints[1 + row // 3 % 2 * 2])
+               for row in range(rows)]
+    population.set_lr(torch.tensor([[0.0, 0.3, 0.3, 0.3]]).double().repeat(rows, 1))
+    population.begin_epoch(torch.tensor(actions))
+    prefix, columns = (Prefix(torch.tensor([0, 6]), key), torch.arange(2)) if shared else (None, key)
+    for _ in range(3):
+        x, y = torch.randn(20, 2, *population.host.inputs, generator=generator).double(), torch.arange(40).view(20, 2) % 10
+        population.shadow_step(x[:, columns], y[:, columns], prefix)
+    logits = population.probe(torch.arange(rows), population.life.target, prefix)(x[:, columns])
+    return logits[:, :2] if shared else logits[:, [0, 6]], logits[:, -rows:], population.tensors()
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_rows_that_share_a_host_may_share_its_prefix(kind: str) -> None:
+    """Steps and probes are the same, only cheaper."""
+    (live, extra, tensors), (live_too, extra_too, tensors_too) = (probed(kind, shared) for shared in (False, True))
+    torch.testing.assert_close(live, live_too, atol=1e-10, rtol=0)
+    torch.testing.assert_close(extra, extra_too, atol=1e-10, rtol=0)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensors_too[name], tensor, atol=1e-10, rtol=0, msg=name)
+    assert float((extra[:, :6] - live[:, :1]).abs().amax((0, 2)).min()) > 1e-3, "every seed did learn"
 
 
 def test_seeds_help_a_host_that_cannot_learn_alone() -> None:

@@ -66,7 +66,8 @@ def test_a_planted_policy_passes(tuned: Tuned, tmp_path: Path) -> None:
                             "a.controller = 'gardener 1' AND b.arm = 'random' ORDER BY scenario")
     claim = next(c for c in proof.claims if (c.controller, c.control) == ("gardener 1", "random"))
     assert claim.difference == pytest.approx(sum(d[0] for d in difference) / 320, abs=1e-6)
-    assert read(path, "SELECT count(*) FROM decision WHERE arm = 'learned' AND controller = 'gardener 0' AND op = 'GERMINATE'")[0][0] > 100
+    born = "SELECT count(*) FROM decision WHERE arm = 'learned' AND controller = 'gardener 0' AND op = 'GERMINATE'"
+    assert read(path, born)[0][0] > 100
 
 
 @pytest.mark.parametrize("policy", [Wait(), Random(), Random(seed=5)])

@@ -7,6 +7,7 @@ run with which seeds at which alpha; its seeds are wired to the pack once and us
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -198,20 +199,29 @@ class SlotWiring:
         return blended
 
 
+class Prefix(NamedTuple):
+    """Rows of a population that were copied from each other: the host in front of a seed runs once for all of them."""
+
+    rows: Tensor  # [D] one of each kind
+    of: Tensor  # [N] which of those each row is a copy of
+
+
 class Pass:
     """A list of rows to run: live rows with their own weights, or extra rows with an alpha of their own."""
 
     def __init__(self, host: Host, pack: Pack, style: Tensor, alpha: Tensor, env: Tensor | None = None,
                  shadow: bool = False, incubate: Tensor | None = None, compiled: bool = False,
-                 branches: list[Tensor] | None = None) -> None:
+                 branches: list[Tensor] | None = None, columns: tuple[Tensor, Tensor] | None = None) -> None:
         """`alpha` [R, S]; `env` [R] maps pass rows to population rows (None is every row, in order).
 
         `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of the ghosts that learn
         straight through; None wires no ghosts. `compiled` runs the host's stages through `torch.compile`. `branches`
         names for each slot the pass rows that later rows copy in front of it: those start there, not at the input.
+        `columns` names the samples of the rows that start at the input, and the labels of all rows (None is `env`).
         """
         self.host, self.pack, self.shadow, self.compiled = host, pack, shadow, compiled
         self.env = None if env is None else env.to(pack.device)
+        self.columns = (self.env, self.env) if columns is None else tuple(c.to(pack.device) for c in columns)
         rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
         location = pack.locate(style.shape[1])
         self.branches = [b.to(pack.device) for b in branches or []]

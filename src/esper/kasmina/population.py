@@ -17,7 +17,7 @@ from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
 from esper.kasmina.network import GrownNetwork
 from esper.kasmina.optim import OptimConfig
-from esper.kasmina.packing import Bank, Group, Pack, Pass
+from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix
 from esper.kasmina.stepping import Stepper
 from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, SeedStage, StateFormatError, Style
 from esper.leyline.keys import mix, seeded
@@ -135,29 +135,35 @@ class Population:
             self._stepper = Stepper(pack, main, shadow, self.optim)
         return self._stepper(x, y)
 
-    def shadow_step(self, x: Tensor, y: Tensor) -> None:
+    def shadow_step(self, x: Tensor, y: Tensor, prefix: Prefix | None = None) -> None:
         """One optimiser step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`.
 
-        Everything else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
+        Samples are [B, N, *inputs]; with a `prefix`, [B, D, *inputs] for the rows that it names. Everything else takes a
+        step without a gradient: give it a learning rate of 0, or its momentum moves it.
         """
-        self._check_samples(x, self.rows)
+        self._check_samples(x, self.rows if prefix is None else len(prefix.rows))
         if self._stepper is None:
-            shadow = self._shadow_pass(self._packed())
+            shadow = self._shadow_pass(self._packed(), prefix)
             if shadow is None:
                 raise EsperError("no row has an incubating seed that could take a shadow step")
             self._stepper = Stepper(self._packed(), None, shadow, self.optim)
         self._stepper(x, y)
 
-    def _shadow_pass(self, pack: Pack) -> Pass | None:
+    def _shadow_pass(self, pack: Pack, prefix: Prefix | None = None) -> Pass | None:
         """Rows in which one incubating seed each runs at its target alpha behind a stopped host."""
-        groups = [g for g in pack.groups if g.incubating]
+        groups = sorted((g for g in pack.groups if g.incubating), key=lambda group: group.slot)
         if not groups:
             return None
         env = torch.cat([g.rows for g in groups])
         slot = torch.cat([torch.full_like(g.rows, g.slot) for g in groups])
         alpha = self.life.alpha[env]
         alpha[torch.arange(len(env)), slot] = self.life.target[env, slot]
-        return Pass(self.host, pack, self.life.style, alpha, env, shadow=True)
+        if prefix is None:
+            return Pass(self.host, pack, self.life.style, alpha, env, shadow=True)
+        every, origin = torch.arange(len(prefix.rows)), prefix.of[env]
+        return Pass(self.host, pack, self.life.style, torch.cat([self.life.alpha[prefix.rows], alpha]),
+                    torch.cat([prefix.rows, env]), shadow=True, columns=(every, torch.cat([every, origin])),
+                    branches=[origin[slot == s] for s in range(self.spec.slots)])
 
     @torch.no_grad()
     def forward(self, x: Tensor, rows: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
@@ -180,26 +186,26 @@ class Population:
         pack.refresh()
         return chosen(x.to(self.compute_dtype)).transpose(0, 1)
 
-    def probe(self, rows: Tensor, alpha: Tensor) -> Callable[[Tensor], Tensor]:
-        """A function from samples [B, N, *inputs] to logits [B, N + R, classes]: every live row, then rows [R] of the
-        population (any, repeated or not) at alphas [R, S] of their own.
+    def probe(self, rows: Tensor, alpha: Tensor, prefix: Prefix | None = None) -> Callable[[Tensor], Tensor]:
+        """A function from samples [B, N, *inputs] to logits [B, N + R, classes]: every live row (or the D rows of a
+        `prefix`), then rows [R] of the population (any, repeated or not) at alphas [R, S] of their own.
 
         What such a row shares with its live row is computed once: it starts where their alphas first differ. The
         function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
         """
-        pack, live = self._packed(), self.life.alpha
-        env = rows.cpu()
+        pack, live, env = self._packed(), self.life.alpha, rows.cpu()
+        base, of = (torch.arange(self.rows),) * 2 if prefix is None else prefix
         differs = (alpha.cpu() != live[env]) & self.life.planted[env]
         first = torch.where(differs.any(1), differs.int().argmax(1), self.spec.slots - 1)
         order = first.argsort(stable=True)
-        branches = [env[order[first[order] == slot]] for slot in range(self.spec.slots)]
-        whole = Pass(self.host, pack, self.life.style, torch.cat([live, alpha.cpu().float()[order]]),
-                     torch.cat([torch.arange(self.rows), env[order]]), branches=branches)
-        back = torch.cat([torch.arange(self.rows), self.rows + order.argsort()]).to(self.device)
+        branches = [of[env[order[first[order] == slot]]] for slot in range(self.spec.slots)]
+        whole = Pass(self.host, pack, self.life.style, torch.cat([live[base], alpha.cpu().float()[order]]),
+                     torch.cat([base, env[order]]), branches=branches)
+        back = torch.cat([torch.arange(len(base)), len(base) + order.argsort()]).to(self.device)
 
         @torch.no_grad()
         def run(x: Tensor) -> Tensor:
-            self._check_samples(x, self.rows)
+            self._check_samples(x, len(base))
             pack.refresh()
             return whole(x.to(self.compute_dtype)).index_select(0, back).transpose(0, 1)
 

@@ -42,8 +42,9 @@ class Stepper:
 
     @staticmethod
     def _losses_of(chosen: Pass, x: Tensor, y: Tensor) -> Tensor:
-        if chosen.env is not None:
-            x, y = x.index_select(1, chosen.env), y.index_select(1, chosen.env)
+        samples, labels = chosen.columns
+        x = x if samples is None else x.index_select(1, samples)
+        y = y if labels is None else y.index_select(1, labels)
         return row_losses(chosen(x), y)
 
     def _step_on_cuda(self, x: Tensor, y: Tensor) -> Tensor:

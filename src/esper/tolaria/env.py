@@ -17,6 +17,7 @@ from esper.kasmina import Population, blueprints_for
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.leyline import (
     SCORES,
+    TEMPOS,
     ActionSpec,
     Contribution,
     EsperError,
@@ -131,7 +132,7 @@ class MorphogeneticEnv:
         drawn = self.scenarios
         return View(self.spec, mix(drawn.key, 7), drawn.price.clone(), drawn.flop_price.clone(), drawn.horizon.clone(),
                     self.clock.clone(), self.done.clone(), life.verdicts(), life.free_targets(), seeds_of(life), self._facts(),
-                    life.gates.min_training + life.gates.min_holding + 1)
+                    self.settling)
 
     def _facts(self) -> Facts:
         life, unknown = self.population.life, torch.zeros(self.rows, self.spec.slots)
@@ -166,6 +167,17 @@ class MorphogeneticEnv:
         assert self.measured is not None
         return self.measured
 
+    @property
+    def settling(self) -> int:
+        """Epochs that a seed needs to be kept, beside its first ramp."""
+        gates = self.population.life.gates
+        return gates.min_training + gates.min_holding + 1
+
+    def _shortest_ramp(self) -> int:
+        """Below it a seed would come too late, and there is nothing to preview."""
+        free = Head.TEMPO in self.spec.heads or LifecycleOp.SET_ALPHA_TARGET in self.spec.ops
+        return 1 if free else TEMPOS[self.spec.defaults[Head.TEMPO]]
+
     def train(self) -> Tensor:
         """One epoch of every row; mean losses [N]."""
         self.feed.begin_epoch(self.clock)
@@ -179,7 +191,8 @@ class MorphogeneticEnv:
     def _preview(self) -> None:
         if self.previews is None:
             return
-        due = ~self.done & (self.clock % self.previews.every == 0)
+        left = self.scenarios.horizon - self.clock
+        due = ~self.done & (self.clock % self.previews.every == 0) & (left >= self.settling + self._shortest_ramp())
         fresh = preview_candidates(self, self.previews.steps, due.nonzero().flatten())
         for name, tensor in vars(fresh).items():
             old = getattr(self.candidates, name)

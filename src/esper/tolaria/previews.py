@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from esper.kasmina import Population
+from esper.kasmina.packing import Prefix
 from esper.leyline import ActionSpec, Contribution, EsperError, Head, LifecycleOp, SeedStage
 from esper.tolaria.evaluation import measure
 
@@ -71,17 +72,20 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     scratch.set_lr(rates)
     scratch.begin_epoch(full)
     env.feed.begin_epoch(env.clock)
-    where = row.to(population.device)
+    hosts, of = row.unique(return_inverse=True)
+    prefix = Prefix(torch.searchsorted(of, torch.arange(len(hosts))), of)  # candidates come row by row
+    where = hosts.to(population.device)
     for step in range(steps):
         x, y = env.feed.train(step % env.feed.steps)
-        scratch.shadow_step(x.index_select(1, where), y.index_select(1, where))
-    alpha = scratch.life.alpha.clone()
-    alpha[torch.arange(len(row)), slot] = scratch.life.target[torch.arange(len(row)), slot]
+        scratch.shadow_step(x.index_select(1, where), y.index_select(1, where), prefix)
     every = torch.arange(len(row))
-    piece = env.at_once(2 * len(row))
+    alpha = scratch.life.alpha.clone()
+    alpha[every, slot] = scratch.life.target[every, slot]
+    piece = env.at_once(len(row))
     chunks = ((a.index_select(1, where), b.index_select(1, where))
               for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
-    _, gains, errors = measure(scratch.probe(every, alpha), every.to(population.device), len(row), chunks)
+    probe = scratch.probe(every, alpha, prefix)
+    _, gains, errors = measure(probe, of.to(population.device), len(hosts), chunks)
     return -gains[0], errors[0]
 
 
