@@ -18,8 +18,7 @@ from esper.leyline import SCORES, Head, LifecycleOp, View
 from esper.simic.controls import LEVELS, Tuned, play_rule, schedule, shuffled, tune
 from esper.simic.sweep import choices
 from esper.simic.trials import Decision, Delivered, Trials
-from esper.tamiyo import Heuristic, PolicyBundle, Random, Scripted, Wait
-from esper.tamiyo.triggered import Triggered
+from esper.tamiyo import Heuristic, PolicyBundle, Random, Scripted, Triggered, Wait
 from esper.tolaria import Family, PreviewConfig, Scenarios, find_family
 
 if __package__:

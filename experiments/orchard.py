@@ -15,7 +15,7 @@ from esper.kasmina import Host, blueprints_for
 from esper.leyline import SCORES, Contribution, SeedStage, View
 from esper.leyline.keys import mix, uniform
 from esper.simic.training import TrainConfig
-from esper.tamiyo.triggered import Planned
+from esper.tamiyo import Planned
 from esper.tolaria import Evidence, Family, Kind, MorphogeneticEnv, Scenarios, Scores
 
 FAMILY = Family("orchard", "digits", Host("mlp", inputs=(64,), widths=(16, 16)), (Kind("dry"), Kind("wet"), Kind("stony")),

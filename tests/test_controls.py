@@ -12,8 +12,7 @@ from esper.simic.controls import Tuned, halving, shuffled
 from esper.simic.gaps import Rule, Split
 from esper.simic.sweep import choices, conditions
 from esper.simic.trials import Decision, Trials
-from esper.tamiyo import Random, Wait
-from esper.tamiyo.triggered import TriggerConfig, Triggered
+from esper.tamiyo import Random, TriggerConfig, Triggered, Wait
 from esper.tolaria import PreviewConfig
 from tests.workshop import toy_data, toy_family
 

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from esper.nissa.registry import glossary
+from esper.simic.court import BEATEN, MATCHED
 from esper.simic.metrics import METRICS
+from esper.tamiyo import TRIGGERS
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -76,3 +79,13 @@ def test_the_glossary_is_the_table_of_metrics() -> None:
     text = (README.parent / "docs" / "controller.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (\w+ \| .*?) \|$", text, re.M))
     assert rows == {name: f"{reducer} | {what}" for name, (reducer, what) in METRICS.items()}
+
+
+def test_the_store_is_described_as_it_is() -> None:
+    assert (README.parent / "docs" / "store.md").read_text() == glossary() + "\n"
+
+
+def test_the_page_on_proofs_names_every_arm_and_claim() -> None:
+    text = (README.parent / "docs" / "proof.md").read_text()
+    for name in (*BEATEN, *MATCHED, "oracle", "from scratch", "wider host", "holds", "fails", "refused", *TRIGGERS):
+        assert name in text, name

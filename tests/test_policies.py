@@ -10,7 +10,7 @@ import torch
 from esper.kasmina import blueprints_for
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage, View
 from esper.simic import PPOAgent
-from esper.tamiyo import POLICIES, Controller, Heuristic, HeuristicConfig, Learned, PolicyBundle, entry
+from esper.tamiyo import POLICIES, Controller, Heuristic, HeuristicConfig, Learned, PolicyBundle, TriggerConfig, entry
 from esper.tolaria import MorphogeneticEnv, PreviewConfig, play
 from tests.workshop import toy_env, toy_family
 
@@ -31,7 +31,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def made(name: str, spec: ActionSpec, path: Path) -> PolicyBundle:
     script = [entry(spec, 1, LifecycleOp.GERMINATE, slot=0, blueprint="glu"), entry(spec, 2, LifecycleOp.FOSSILIZE, slot=0)]
-    arguments: dict[str, tuple] = {"scripted": ([script] * 8,), "learned": (path, spec)}
+    arguments: dict[str, tuple] = {"scripted": ([script] * 8,), "learned": (path, spec),
+                                   "triggered": (TriggerConfig("periodic", 2, "glu"),),
+                                   "planned": (torch.tensor([[1, 3]] * 8), torch.tensor([[2, 3]] * 8))}
     return POLICIES[name](*arguments.get(name, ()))
 
 

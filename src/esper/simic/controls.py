@@ -21,8 +21,7 @@ from esper.leyline.keys import mix, uniform
 from esper.simic.gaps import Rule, Split, decide
 from esper.simic.sweep import choices, conditions, observe_early, run_sweep
 from esper.simic.trials import Decision, Delivered, Trials
-from esper.tamiyo import Scripted
-from esper.tamiyo.triggered import TRIGGERS, Planned, TriggerConfig, Triggered
+from esper.tamiyo import TRIGGERS, Planned, Scripted, TriggerConfig, Triggered
 from esper.tolaria import Family, Scenarios
 
 LEVELS = ("best fixed", "best per visible condition", "oracle")

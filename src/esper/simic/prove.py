@@ -15,8 +15,7 @@ from esper.leyline.telemetry import Nowhere, Sink
 from esper.simic.controls import LEVELS, Tuned, play_rule, play_schedule, schedule, shuffled
 from esper.simic.court import BEATEN, Arm, Arms, Claim, finding, interquartile_mean, interval, judge, pooled
 from esper.simic.trials import Delivered, Trials
-from esper.tamiyo import Heuristic, PolicyBundle, Random, Wait
-from esper.tamiyo.triggered import Triggered
+from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Family, PreviewConfig, ProofKey, Scenarios, open_test
 
 POOLED, SHARED = "pooled", "all"

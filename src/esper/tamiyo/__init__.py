@@ -7,10 +7,12 @@ from esper.tamiyo.masks import ActionMasks, action_masks
 from esper.tamiyo.network import FactoredRecurrentActorCritic, NetworkConfig
 from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
 from esper.tamiyo.policies import POLICIES, Learned, PolicyBundle, Random, Scripted, Wait, entry
+from esper.tamiyo.triggered import TRIGGERS, Planned, TriggerConfig, Triggered
 
 __all__ = [
     "OBSERVATION",
     "POLICIES",
+    "TRIGGERS",
     "ActionDistribution",
     "ActionLogits",
     "ActionMasks",
@@ -22,10 +24,13 @@ __all__ = [
     "MaskedCategorical",
     "NetworkConfig",
     "Normaliser",
+    "Planned",
     "PolicyBundle",
     "Random",
     "Scored",
     "Scripted",
+    "TriggerConfig",
+    "Triggered",
     "Wait",
     "action_masks",
     "entry",

@@ -18,6 +18,7 @@ from esper.tamiyo.distributions import ActionDistribution, ActionLogits
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.masks import action_masks
 from esper.tamiyo.scripts import Scripted, Wait, entry
+from esper.tamiyo.triggered import Planned, Triggered
 
 __all__ = ["POLICIES", "Heuristic", "Learned", "PolicyBundle", "Random", "Scripted", "Wait", "entry"]
 
@@ -65,6 +66,8 @@ POLICIES: dict[str, Callable[..., PolicyBundle]] = {
     "random": Random,
     "scripted": Scripted,
     "heuristic": Heuristic,
+    "triggered": Triggered,
+    "planned": Planned,
     "learned": Learned.load,
 }
 """Every kind of policy by name; each is called with what it needs."""
