@@ -254,3 +254,22 @@ def test_a_killed_command_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert straight == killed
     everything = [read(tmp_path / name / "run.db", "SELECT * FROM step") for name in ("straight", "killed")]
     assert everything[0] == everything[1]
+
+
+def test_scenarios_that_are_met_again_keep_their_twins(tmp_path: Path) -> None:
+    """Two rounds' worth of scenarios for four rounds: their twins are computed twice, and a resumed run is the same."""
+    config = replace(CONFIG, rounds=4, scenarios=20, exam_every=0)  # whole rounds: 16
+    straight = Training(FAMILY, config, tmp_path, Store(tmp_path / "run.db"))
+    straight.run()
+    pool = FAMILY.scenarios(16)
+    assert straight.world.twins.epochs == int(pool.horizon.sum())
+    keys = [row[0] for row in read(tmp_path / "run.db", "SELECT scenario FROM step WHERE round = 3 AND epoch = 1 ORDER BY row")]
+    assert keys == pool.key[8:].tolist()
+    epochs = [row[0] for row in read(tmp_path / "run.db", "SELECT host_epochs FROM round ORDER BY round")]
+    assert epochs == [2 * int(pool.horizon[:8].sum()), 2 * int(pool.horizon[8:].sum()), int(pool.horizon[:8].sum()),
+                      int(pool.horizon[8:].sum())]
+    (tmp_path / "again").mkdir()
+    stopped = Training(FAMILY, config, tmp_path / "again")
+    stopped.run(stop=lambda: stopped.agent.updates >= 3)
+    Training(FAMILY, config, tmp_path / "again").run()
+    assert (tmp_path / "again" / CHECKPOINT).read_bytes() == (tmp_path / CHECKPOINT).read_bytes()

@@ -35,6 +35,8 @@ class TrainConfig:
     """Updates of the run; each follows one episode in every row."""
     rows: int = 64
     """Episodes that run together."""
+    scenarios: int = 0
+    """Training scenarios, in whole rounds, that are met again and again with twins computed once; 0 draws ever new ones."""
     reward: str = "utility"
     score: str = "probability"
     """What a network is scored by: accuracy, or the smoother mean probability of the right class."""
@@ -52,10 +54,16 @@ class TrainConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
-        if min(self.rounds, self.rows, self.preview_steps, self.exam_rows) < 1 or min(self.preview_every, self.exam_every) < 0:
+        if min(self.rounds, self.rows, self.preview_steps, self.exam_rows) < 1 or min(
+                self.preview_every, self.exam_every, self.scenarios) < 0:
             raise EsperError("rounds, rows, preview_steps and exam_rows must be at least 1, the others at least 0")
         if self.reward not in REWARDS or self.score not in SCORES_OF:
             raise EsperError(f"choose a reward from {', '.join(REWARDS)} and a score from {', '.join(SCORES_OF)}")
+
+    @property
+    def pool(self) -> int:
+        """Rounds after which scenarios come again; 0 is never."""
+        return max(1, self.scenarios // self.rows) if self.scenarios else 0
 
     def environment(self, family: Family, rows: int, previews: bool = True) -> MorphogeneticEnv:
         wanted = PreviewConfig(self.preview_every, self.preview_steps) if previews and self.preview_every else None
@@ -84,15 +92,18 @@ def learn(agent: PPOAgent, world: World, rows: int, steps: int, begin: Callable[
 class Recorded:
     """A world whose every step is written to a sink."""
 
-    def __init__(self, world: Growth, sink: Sink) -> None:
-        self.world, self.sink, self.round, self.epoch = world, sink, 0, 0
+    def __init__(self, world: Growth, sink: Sink, rounds: int = 0) -> None:
+        """The scenarios of so many rounds are met again and again; 0 is ever new ones."""
+        self.world, self.sink, self.rounds, self.round, self.epoch = world, sink, rounds, 0, 0
 
     def begin(self, number: int) -> None:
         """The next episodes of the training split."""
         self.round, self.epoch = number, 0
-        env = self.world.env
+        env, place = self.world.env, number % self.rounds if self.rounds else number
         env.population.life.drain_transitions()
-        self.world.begin(env.family.scenarios(env.rows, "train", start=number * env.rows))
+        if not self.rounds:
+            self.world.twins.known.clear()  # they will not be met again
+        self.world.begin(env.family.scenarios(env.rows, "train", start=place * env.rows))
 
     def look(self) -> Glimpse:
         return self.world.look()
@@ -141,7 +152,8 @@ class Training:
         env = config.environment(family, config.rows)
         twins = Twins(config.environment(family, config.rows, previews=False))
         self.world = Growth(env, twins, config.reward, config.score, config.seed, self.agent.device)
-        self.recorded, self.clock = Recorded(self.world, self.sink), time.perf_counter()
+        self.recorded, self.clock = Recorded(self.world, self.sink, config.pool), time.perf_counter()
+        self.twin_epochs = 0
 
     def run(self, stop: Callable[[], bool] = lambda: False, watch: Callable[[int], object] = lambda number: None) -> None:
         """`watch` is told the rounds that are done, after each."""
@@ -151,7 +163,6 @@ class Training:
                 self.examine("learned", Learned(self.agent.controller, greedy=True), number + 1)
             self.sink.commit()
             self._checkpoint()
-            self.world.twins.known.clear()  # the next round brings other scenarios
             watch(number + 1)
 
         learn(self.agent, self.recorded, self.config.rows, self.world.steps, self.recorded.begin, after, stop)
@@ -168,7 +179,8 @@ class Training:
             "policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "ratio_max", "ratio_min", "grad_norm", "value_error",
             "replay_error", "advantage_mean", "advantage_std", "explained_variance", "steps", "skipped", "stopped_early",
             "learning_rate")}
-        epochs = 2 * int(self.world.env.clock.sum())  # and as many of the twins
+        epochs = int(self.world.env.clock.sum()) + self.world.twins.epochs - self.twin_epochs
+        self.twin_epochs = self.world.twins.epochs
         self.sink.write("round", {"round": number, "seconds": now - self.clock, "host_epochs": epochs, "episodes": len(total),
                                   "utility": float(total.mean()), "utility_error": float(total.std()) / math.sqrt(len(total)),
                                   **plain})

@@ -117,6 +117,8 @@ class Twins:
     def __init__(self, env: MorphogeneticEnv) -> None:
         """`env` plays the twins; its rows are theirs alone."""
         self.env = env
+        self.epochs = 0
+        """Host-epochs that were played for them."""
         self.known: dict[tuple[int, int, int, float], Tensor] = {}  # scenario -> [epochs, 3]: loss, accuracy, probability
 
     @staticmethod
@@ -140,6 +142,7 @@ class Twins:
     def _compute(self, scenarios: Scenarios) -> None:
         waiting = torch.tensor([self.env.spec.action(LifecycleOp.WAIT)]).repeat(self.env.rows, 1)
         measured = play(self.env, lambda view: waiting, scenarios).measured
+        self.epochs += int(scenarios.horizon.sum())
         scores = torch.stack([measured[f"all_on.{name}"] for name in ("loss", "accuracy", "probability")], 2)  # [T, N, 3]
         for row, name in enumerate(self._names(scenarios)):
             self.known[name] = scores[: name[2], row].clone()
