@@ -178,8 +178,9 @@ def test_previews_enter_where_the_environment_makes_them() -> None:
     env = toy_env(6, previews=PreviewConfig(every=2, steps=4))
     env.reset(env.family.scenarios(6))
     bits, spent = [], []
-    for _ in range(4):
-        env.step(torch.tensor([env.spec.action(LifecycleOp.WAIT)]).repeat(6, 1))
+    for epoch in range(4):
+        if epoch:
+            env.step(torch.tensor([env.spec.action(LifecycleOp.WAIT)]).repeat(6, 1))
         seen = observe(env.view())
         bits.append(column("candidate", "previewed", seen)[..., 0].bool())
         spent.append(env.spent.clone())
@@ -189,6 +190,8 @@ def test_previews_enter_where_the_environment_makes_them() -> None:
     assert bool((column("candidate", "drop", observe(env.view()))[..., 0][bits[3]] != 0).any())
     assert torch.equal(spent[0], torch.zeros(6, dtype=torch.float64))
     assert bool((spent[1] > 0).all()), "previews are paid for"
+    assert torch.equal(spent[2], spent[1])
+    assert bool((spent[3] > spent[2]).all()), "the next comes two epochs later"
     env.step(torch.tensor([env.spec.action(LifecycleOp.GERMINATE, slot=0, blueprint="norm")]).repeat(6, 1))
     after = column("candidate", "previewed", observe(env.view()))[..., 0].bool()
     assert not bool(after[:, 0].any()), "the slot is taken"

@@ -192,7 +192,7 @@ class MorphogeneticEnv:
         if self.previews is None:
             return
         left = self.scenarios.horizon - self.clock
-        due = ~self.done & (self.clock % self.previews.every == 0) & (left >= self.settling + self._shortest_ramp())
+        due = ~self.done & (self.clock % self.previews.every == 1 % self.previews.every) & (left >= self.settling + self._shortest_ramp())
         fresh = preview_candidates(self, self.previews.steps, due.nonzero().flatten())
         for name, tensor in vars(fresh).items():
             old = getattr(self.candidates, name)

@@ -23,7 +23,7 @@ class PreviewConfig:
     """When an environment previews candidates by itself, for its policies to see."""
 
     every: int = 3
-    """Epochs from one preview to the next."""
+    """Epochs from one preview to the next; the first is taken after the first epoch, when there is most to gain by growing."""
     steps: int = 30
     """Shadow steps of each candidate."""
 
