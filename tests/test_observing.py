@@ -175,7 +175,7 @@ def test_evidence_enters_with_its_bit() -> None:
 
 
 def test_previews_enter_where_the_environment_makes_them() -> None:
-    env = toy_env(6, previews=PreviewConfig(every=2, steps=4))
+    env = toy_env(6, toy_family(horizons=(10,)), previews=PreviewConfig(every=2, steps=4))
     env.reset(env.family.scenarios(6))
     bits, spent = [], []
     for epoch in range(4):
