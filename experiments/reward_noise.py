@@ -14,16 +14,17 @@ import time
 import torch
 from torch import Tensor
 
-from esper.simic.rewards import SCORES_OF, standing
+from esper.simic.rewards import standing
 from esper.simic.sweep import DECIDE_AT, full_spec, grid, seed_script
 from esper.tamiyo import Scripted
-from esper.tolaria import FAMILIES, Family, MorphogeneticEnv
+from esper.tolaria import FAMILIES, Family, MorphogeneticEnv, Scores
 from esper.tolaria.evaluation import evaluate
 
 from shared import parser, write  # isort: skip
 
 HEADER = f"""{'':20}{'episode':>26}{'step':>20}{'pairing':>14}
 {'family, score':20}  mean  spread  noise  s/n  spread  noise  s/n  episode step"""
+SCORED = ("accuracy", "probability")
 SEEDS = {"mlp": "mlp_small", "mnist1d": "conv_light"}
 """family -> the seed that helps most often, in slot 0."""
 
@@ -42,9 +43,9 @@ def played(family: Family, inits: int, device: str) -> tuple[Tensor, Tensor]:
         parts = [evaluate(env.population, env.validation(start, start + half)) for start in (0, half)]
         over = measured.done
         halves = [torch.where(over, getattr(part.delivered, name), getattr(part.all_on, name))
-                  for part in parts for name in SCORES_OF]
-        scores.append(torch.stack(halves, 1).view(2, count, 2, len(SCORES_OF)))
-        now = standing(env, measured, torch.zeros(2 * count), SCORES_OF[0])
+                  for part in parts for name in SCORED]
+        scores.append(torch.stack(halves, 1).view(2, count, 2, len(SCORED)))
+        now = standing(env, measured, Scores(*torch.zeros(3, 2 * count)), SCORED[0])
         costs.append(-torch.stack(list(now.cost.values())).sum(0)[:count])
     return torch.stack(scores), torch.stack(costs)
 
@@ -83,7 +84,7 @@ def main() -> None:
     for name in SEEDS:
         family, began = FAMILIES[name], time.perf_counter()
         scores, cost = played(family, options.inits, options.device)
-        for number, score in enumerate(SCORES_OF):
+        for number, score in enumerate(SCORED):
             row = told(family, scores[..., number], cost)
             result[f"{name} {score}"] = row
             a, b, c, d, e, f, g, h, i = row.values()

@@ -65,16 +65,19 @@ def test_waiting_earns_exactly_nothing(reward: str) -> None:
     assert bool((returns(made, Wait()) == 0).all())
 
 
-def test_utility_telescopes_to_the_utility_of_what_is_delivered() -> None:
+@pytest.mark.parametrize(("score", "counts"), [("probability", "probability"), ("accuracy", "accuracy"),
+                                               ("delivered", "accuracy")])
+def test_utility_telescopes_to_the_utility_of_what_is_delivered(score: str, counts: str) -> None:
     """The return, computed again from the network that is left: its score above its twin's, less its price and compute."""
     for seed in range(3):
         made = world(32, "utility", horizon=10)
+        made.score = score
         total = returns(made, Random(seed))
-        env, twins = made.env, made.twins(made.env.scenarios)[:, -1, 2]
+        env, twins = made.env, made.twins(made.env.scenarios)[:, -1, ("loss", "accuracy", "probability").index(counts)]
         assert env.measured is not None
         fossils = (env.population.costs()[0] * env.population.life.at(SeedStage.FOSSILIZED)).sum(1)
         grown = env.population.life.germinations.sum(1) > 0
-        gain = torch.where(grown, env.measured.evidence.delivered.probability - twins, 0.0)
+        gain = torch.where(grown, getattr(env.measured.evidence.delivered, counts) - twins, 0.0)
         expected = gain - env.scenarios.price * fossils - env.scenarios.flop_price * env.measured.spent
         torch.testing.assert_close(total, expected.float(), atol=1e-6, rtol=0)
         assert int(grown.sum()) > 16

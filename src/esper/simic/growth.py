@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from esper.simic.collecting import Outcome
-from esper.simic.rewards import SCORES_OF, Ledger, Standing, Terms, standing
+from esper.simic.rewards import Ledger, Standing, Terms, standing
 from esper.tamiyo.controller import Glimpse
-from esper.tolaria import Measurement, MorphogeneticEnv, Scenarios, Twins
+from esper.tolaria import Measurement, MorphogeneticEnv, Scenarios, Scores, Twins
 
 
 class Growth:
@@ -21,7 +21,7 @@ class Growth:
         self.env, self.twins, self.reward, self.score, self.seed = env, twins, reward, score, seed
         self.device = torch.device(device)
         self.ledger = Ledger(reward, env.rows)
-        self.twin = torch.zeros(env.rows, 1)
+        self.twin = torch.zeros(env.rows, 1, 3)
         self.total = torch.zeros(env.rows)
         self.measured: Measurement | None = None
         self.standing: Standing | None = None
@@ -35,7 +35,7 @@ class Growth:
     def begin(self, scenarios: Scenarios) -> None:
         self.env.reset(scenarios)
         self.ledger = Ledger(self.reward, self.env.rows)
-        self.twin = self.twins(scenarios)[..., 1 + SCORES_OF.index(self.score)]  # behind the loss
+        self.twin = self.twins(scenarios)
         self.total = torch.zeros(self.env.rows)
 
     def look(self) -> Glimpse:
@@ -44,7 +44,7 @@ class Growth:
     def step(self, actions: Tensor) -> Outcome:
         self.measured = self.env.step(actions.cpu())
         at = (self.measured.clock - 1).clamp(min=0, max=self.twin.shape[1] - 1)
-        twin = self.twin.gather(1, at[:, None]).squeeze(1)
+        twin = Scores(*self.twin[torch.arange(self.env.rows), at].unbind(1))
         self.standing = standing(self.env, self.measured, twin, self.score)
         self.paid = self.ledger.pay(self.standing)
         reward = torch.stack(list(self.paid.values())).sum(0)

@@ -13,7 +13,12 @@ from torch import Tensor
 from esper.leyline import EsperError, SeedStage
 from esper.tolaria import Measurement, MorphogeneticEnv, Scores
 
-SCORES_OF = ("accuracy", "probability")
+SCORES_OF: Mapping[str, tuple[str, str]] = {
+    "accuracy": ("accuracy", "accuracy"),
+    "probability": ("probability", "probability"),
+    "delivered": ("probability", "accuracy"),
+}
+"""name -> what a network is scored by while its episode runs, and when it is delivered. The return counts the second alone."""
 Terms = dict[str, Tensor]
 
 
@@ -72,23 +77,20 @@ REWARDS: Mapping[str, Callable[[Standing], Terms]] = {
 """name -> level. `utility` is the default."""
 
 
-def standing(env: MorphogeneticEnv, measured: Measurement, twin: Tensor, score: str) -> Standing:
-    """Where every row stands after an epoch; `twin` [N] is what the twins scored at the same clock."""
+def standing(env: MorphogeneticEnv, measured: Measurement, twin: Scores, score: str) -> Standing:
+    """Where every row stands after an epoch; `twin` is what the twins scored at the same clock."""
+    if score not in SCORES_OF:
+        raise EsperError(f"no score {score!r}; choose from {', '.join(SCORES_OF)}")
+    running, final = SCORES_OF[score]
     life, evidence, over = env.population.life, measured.evidence, measured.done
     fossil = life.at(SeedStage.FOSSILIZED)
     counted = torch.where(over[:, None], fossil, life.planted)
-    now = torch.where(over, _score(evidence.delivered, score), _score(evidence.all_on, score))
+    now = torch.where(over, getattr(evidence.delivered, final), getattr(evidence.all_on, running))
+    beside = torch.where(over, getattr(twin, final), getattr(twin, running))
     own = life.germinations.sum(1) == 0
     credit = torch.where(evidence.contribution.known & counted, evidence.contribution.value, 0.0)
-    return Standing(now, torch.where(own, now, twin), env.population.costs()[0] * counted, measured.spent,
+    return Standing(now, torch.where(own, now, beside), env.population.costs()[0] * counted, measured.spent,
                     env.scenarios.price, env.scenarios.flop_price, credit, life.stage.clone(), over.clone())
-
-
-def _score(scores: Scores, name: str) -> Tensor:
-    if name not in SCORES_OF:
-        raise EsperError(f"no score {name!r}; choose from {', '.join(SCORES_OF)}")
-    value: Tensor = getattr(scores, name)
-    return value
 
 
 class Ledger:

@@ -39,7 +39,8 @@ class TrainConfig:
     """Training scenarios, in whole rounds, that are met again and again with twins computed once; 0 draws ever new ones."""
     reward: str = "utility"
     score: str = "probability"
-    """What a network is scored by: accuracy, or the smoother mean probability of the right class."""
+    """What a network is scored by: accuracy, the smoother mean probability of the right class, or delivered (probability while
+    it grows, accuracy once it is delivered)."""
     preview_every: int = 3
     """Epochs between candidate previews; 0 takes none."""
     preview_steps: int = 20

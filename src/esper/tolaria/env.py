@@ -191,8 +191,8 @@ class MorphogeneticEnv:
     def _preview(self) -> None:
         if self.previews is None:
             return
-        left = self.scenarios.horizon - self.clock
-        due = ~self.done & (self.clock % self.previews.every == 1 % self.previews.every) & (left >= self.settling + self._shortest_ramp())
+        in_time = self.scenarios.horizon - self.clock >= self.settling + self._shortest_ramp()
+        due = ~self.done & in_time & (self.clock % self.previews.every == 1 % self.previews.every)
         fresh = preview_candidates(self, self.previews.steps, due.nonzero().flatten())
         for name, tensor in vars(fresh).items():
             old = getattr(self.candidates, name)
