@@ -1,6 +1,8 @@
 """The proof: a planted policy passes, doing nothing and chance fail, and the test split stays shut until the verdict."""
 
+import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,17 +10,21 @@ import pytest
 import torch
 from experiments import orchard
 from experiments.orchard import FAMILY, Gardener, Orchard
+from torch import Tensor
 
 from esper.cli import main
-from esper.leyline import EsperError
+from esper.leyline import EsperError, View
 from esper.nissa import Store, read
 from esper.simic import prove as proving
 from esper.simic import sweep, trials
-from esper.simic.controls import Tuned, tune
+from esper.simic.controls import Tuned, play_plans, play_rule, schedule, trigger_candidates, tune
 from esper.simic.court import BEATEN, MATCHED, REPORTED
+from esper.simic.gaps import Rule, Split
+from esper.simic.plans import played
 from esper.simic.prove import Mind, Proof, ProofConfig, prove
+from esper.simic.sweep import conditions
 from esper.simic.trials import Trials
-from esper.tamiyo import PolicyBundle, Random, Wait
+from esper.tamiyo import PolicyBundle, Random, Triggered, Wait
 
 EPISODES = 400
 
@@ -78,6 +84,55 @@ def test_doing_nothing_and_chance_fail(policy: PolicyBundle, tuned: Tuned) -> No
     assert {"no growth", "best fixed", "shuffled"} <= failed
 
 
+def test_a_blind_plan_fails_however_good_it_is(tuned: Tuned) -> None:
+    """The best that price and horizon alone can do is a control, so a controller that looks at nothing else cannot win."""
+    drawn = FAMILY.scenarios(320, "test")
+
+    class Blind:
+        def __call__(self, view: View) -> Tensor:
+            told = (view.price > 0).long()
+            return played([tuned.visible[condition] for condition in told.tolist()], view.spec)(view)
+
+    proof = put("blind", Blind(), tuned)
+    assert proof.verdict == "fails"
+    assert "best per visible condition" in {c.control for c in proof.claims if c.verdict == "fails"}
+    assert len({*conditions(FAMILY, drawn).tolist()}) == 2
+
+
+def test_the_search_finds_the_best_plans_there_are(tuned: Tuned) -> None:
+    """The oracle's plans are optimal for every price and kind; two seeds of different blueprints are among them."""
+    drawn, env = FAMILY.scenarios(320, "test"), Orchard(FAMILY, 320)
+    plans = schedule(tuned, "oracle", FAMILY, drawn)
+    arms = Trials(FAMILY)
+    gain = play_plans(arms, plans, drawn).utility - arms.play(Wait(), drawn).utility
+    torch.testing.assert_close(gain, orchard.optimum(drawn, env), atol=1e-6, rtol=0)
+    assert any(len({*filter(None, plan.seeds)}) == 2 for plan in plans)
+    told = schedule(tuned, "best per visible condition", FAMILY, drawn)
+    assert float(orchard.net(drawn, env).mean(0).amax(1).sum()) > 0
+    assert len(set(plans)) > len(set(told)) >= 1
+    assert float(gain.mean()) > float((play_plans(arms, told, drawn).utility - arms.play(Wait(), drawn).utility).mean()) + 0.02
+
+
+def test_the_rule_follows_what_it_sees(tuned: Tuned) -> None:
+    """The training loss tells the kind, so a rule that reads it is as good as the oracle."""
+    drawn = FAMILY.scenarios(320, "test")
+    arms = Trials(FAMILY)
+    rule, oracle = play_rule(arms, tuned, drawn), play_plans(arms, schedule(tuned, "oracle", FAMILY, drawn), drawn)
+    torch.testing.assert_close(rule.utility, oracle.utility, atol=1e-6, rtol=0)
+    blind = dataclasses.replace(tuned, rule=Rule((None, None, None), tuned.rule.choices))
+    assert float(play_rule(arms, blind, drawn).utility.mean()) < float(rule.utility.mean()) - 0.02
+
+
+def test_triggers_are_tuned(tuned: Tuned) -> None:
+    """The best blueprint at one's chosen place is better than the first of the list; who tunes finds it."""
+    drawn, arms = FAMILY.scenarios(320, "test"), Trials(FAMILY)
+    for name, config in tuned.triggers.items():
+        first = trigger_candidates(FAMILY, name)[0]
+        mine, other = (arms.play(Triggered(c), drawn).utility.mean() for c in (config, first))
+        assert float(mine) > float(other) + 0.005, name
+        assert tuned.episodes[name] >= EPISODES
+
+
 def test_controls_without_enough_episodes_are_refused(tuned: Tuned) -> None:
     minds = [Mind(f"m {n}", lambda spec: Gardener(Orchard(FAMILY, 1)), 10 * EPISODES) for n in range(3)]
     proof = prove(FAMILY, minds, tuned, ProofConfig(scenarios=64, pilot=16))
@@ -98,8 +153,9 @@ def test_the_test_split_is_opened_once_after_the_pilot(tuned: Tuned, monkeypatch
 
 
 def test_controls_of_another_family_are_refused(tuned: Tuned) -> None:
-    with pytest.raises(EsperError, match="tuned for 'orchard'"):
-        prove(sweep.Family("other", "digits", FAMILY.host, FAMILY.kinds), [], tuned)
+    for other in (dataclasses.replace(FAMILY, name="other"), dataclasses.replace(FAMILY, horizons=(11,))):
+        with pytest.raises(EsperError, match="tuned for 'orchard'"):
+            prove(other, [], tuned)
 
 
 def test_tuned_controls_survive_a_file(tuned: Tuned, tmp_path: Path) -> None:
@@ -108,6 +164,10 @@ def test_tuned_controls_survive_a_file(tuned: Tuned, tmp_path: Path) -> None:
     assert {k: v for k, v in vars(again).items() if k != "rule"} == {k: v for k, v in vars(tuned).items() if k != "rule"}
     assert again.rule.splits == tuned.rule.splits
     assert (again.rule.choices == tuned.rule.choices).all()
+    present = dataclasses.replace(tuned, rule=Rule((Split(1, math.inf), None, None), tuned.rule.choices))
+    present.save(tmp_path / "controls.json")
+    assert "Infinity" not in (tmp_path / "controls.json").read_text()
+    assert Tuned.load(tmp_path / "controls.json").rule.splits == present.rule.splits
     (tmp_path / "controls.json").write_text("{}")
     with pytest.raises(EsperError, match="cannot read tuned controls"):
         Tuned.load(tmp_path / "controls.json")

@@ -3,6 +3,7 @@
 Legend: n scenarios, S slots.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -18,19 +19,18 @@ from torch import Tensor
 from esper.kasmina import blueprints_for
 from esper.leyline import EsperError
 from esper.leyline.keys import mix, uniform
-from esper.simic.gaps import Rule, Split, decide
-from esper.simic.sweep import choices, conditions, observe_early, run_sweep
-from esper.simic.trials import Decision, Delivered, Trials
-from esper.tamiyo import TRIGGERS, Planned, Scripted, TriggerConfig, Triggered
+from esper.leyline.storage import whole
+from esper.simic.gaps import Rule, Split
+from esper.simic.plans import Plan, Watch, played, search
+from esper.simic.sweep import conditions, observe_early
+from esper.simic.trials import Delivered, Trials
+from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
 from esper.tolaria import Family, Scenarios
 
 LEVELS = ("best fixed", "best per visible condition", "oracle")
-"""Schedules by what they know."""
-SETTLED = 6
-"""Epochs that a seed needs from birth to fossil."""
+"""Plans by what they know."""
 SHARE = 3
 """One candidate in so many goes on to the next rung."""
-Watch = Callable[[str, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -38,35 +38,51 @@ class Tuned:
     """Every control that has something to tune, at its best on training scenarios."""
 
     family: str
+    about: str
+    """Digest of the family that they were tuned for."""
     episodes: dict[str, int]
     """That each of them took."""
     triggers: dict[str, TriggerConfig]
-    fixed: str
-    """A choice of the sweep."""
-    visible: list[str]
+    fixed: Plan
+    visible: list[Plan]
     """By what a policy is told."""
-    oracle: list[list[str]]
+    oracle: list[list[Plan]]
     """By that, and by the hidden kind."""
     rule: Rule
-    names: list[str]
-    """Choices that the rule counts."""
+    choices: list[Plan]
+    """That the rule counts."""
     preview_steps: int
     """Of the previews that the rule looks at."""
 
     def save(self, path: Path) -> None:
-        rule = {"splits": self.rule.splits, "choices": self.rule.choices.tolist()}
-        path.write_text(json.dumps(asdict(replace(self, rule=None)) | {"rule": rule}, indent=1) + "\n")  # type: ignore[arg-type]
+        fields = {name: getattr(self, name) for name in ("family", "about", "episodes", "fixed", "visible", "oracle", "choices",
+                                                         "preview_steps")}
+        splits = [None if s is None else [s.feature, None if math.isinf(s.cut) else s.cut] for s in self.rule.splits]
+        fields["rule"] = {"splits": splits, "choices": self.rule.choices.tolist()}
+        fields["triggers"] = {name: asdict(config) for name, config in self.triggers.items()}
+        with whole(path) as temporary:
+            temporary.write_text(json.dumps(fields, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Tuned":
         try:
             fields: dict[str, Any] = json.loads(path.read_text())
-            splits = (None if split is None else Split(*split) for split in fields["rule"]["splits"])
+            splits = (None if s is None else Split(s[0], math.inf if s[1] is None else s[1]) for s in fields["rule"]["splits"])
             rule = Rule(tuple(splits), np.array(fields["rule"]["choices"]))  # type: ignore[arg-type]
             triggers = {name: TriggerConfig(**config) for name, config in fields["triggers"].items()}
-            return cls(**fields | {"rule": rule, "triggers": triggers})
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            lists = {name: list(map(_plan, fields[name])) for name in ("visible", "choices")}
+            oracle = [list(map(_plan, row)) for row in fields["oracle"]]
+            return cls(**fields | lists | {"rule": rule, "triggers": triggers, "oracle": oracle, "fixed": _plan(fields["fixed"])})
+        except (OSError, ValueError, KeyError, TypeError, IndexError, EsperError) as error:
             raise EsperError(f"cannot read tuned controls from {path}: {error}; remove it to tune again") from error
+
+
+def _plan(fields: list[Any]) -> Plan:
+    return Plan(tuple(fields[0]), int(fields[1]))
+
+
+def about(family: Family) -> str:
+    return hashlib.sha256(repr(family).encode()).hexdigest()[:16]
 
 
 def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor]) -> tuple[int, int]:
@@ -93,16 +109,10 @@ def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30
     trials, triggers, used = Trials(family, **options), {}, {}
     for name in TRIGGERS:
         triggers[name], used[name] = _tune_trigger(trials, name, episodes, rows, watch)
-    table = choices(family)
-    inits = max(4, math.ceil(episodes / (len(table) * len(family.kinds) * len(set(family.horizons)))))
-    sweep = run_sweep(family, table, inits, rows, preview_steps, watch=lambda done, total: watch("sweep", done, total), **options)
-    outcomes = sweep.outcomes()
-    both = (outcomes.chosen_on + outcomes.scored_on) / 2  # nothing is scored here: choose with all there is
-    best, names = decide(replace(outcomes, chosen_on=both)), sweep.names
-    played = len(sweep.init) * len(table)
-    used |= dict.fromkeys((*LEVELS, "best rule"), played)
-    return Tuned(family.name, used, triggers, names[best.fixed], [names[c] for c in best.visible],
-                 [[names[c] for c in row] for row in best.hidden], best.rule, names, preview_steps)
+    found = search(trials, episodes, rows, preview_steps, watch)
+    used |= dict.fromkeys((*LEVELS, "best rule"), found.episodes)
+    return Tuned(family.name, about(family), used, triggers, found.fixed, found.visible, found.oracle, found.rule, found.choices,
+                 preview_steps)
 
 
 def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
@@ -131,8 +141,8 @@ def _tune_trigger(trials: Trials, name: str, episodes: int, rows: int, watch: Wa
     return candidates[best], used
 
 
-def schedule(tuned: Tuned, level: str, family: Family, scenarios: Scenarios) -> list[str]:
-    """The choice that a level of knowledge makes for each scenario."""
+def schedule(tuned: Tuned, level: str, family: Family, scenarios: Scenarios) -> list[Plan]:
+    """The plan that a level of knowledge has for each scenario."""
     told = conditions(family, scenarios).tolist()
     if level == "best fixed":
         return [tuned.fixed] * len(told)
@@ -143,47 +153,40 @@ def schedule(tuned: Tuned, level: str, family: Family, scenarios: Scenarios) -> 
     raise EsperError(f"no schedule is called {level!r}")
 
 
-def play_schedule(trials: Trials, names: list[str], scenarios: Scenarios) -> Delivered:
-    table = choices(trials.family)
-    return trials.play(Scripted([table[name] for name in names]), scenarios, full=True)
+def play_plans(trials: Trials, plans: list[Plan], scenarios: Scenarios) -> Delivered:
+    return trials.play(played(plans, trials.environment(len(scenarios)).spec), scenarios)
 
 
 def play_rule(trials: Trials, tuned: Tuned, scenarios: Scenarios) -> Delivered:
-    """The rule watches as the sweep did, decides, and pays for what it looked at."""
-    early = observe_early(trials.family, scenarios, tuned.preview_steps, **trials.options)
-    told = conditions(trials.family, scenarios).numpy()
-    chosen = tuned.rule.decide(early.features.double().numpy(), told)
-    done = play_schedule(trials, [tuned.names[c] for c in chosen], scenarios)
+    """The rule watches as the search did, decides, and pays for what it looked at, if it looks at anything."""
+    looks = any(split is not None for split in tuned.rule.splits)
+    early = observe_early(trials.family, scenarios, tuned.preview_steps if looks else 0, **trials.options)
+    chosen = tuned.rule.decide(early.features.double().numpy(), conditions(trials.family, scenarios).numpy())
+    done = play_plans(trials, [tuned.choices[c] for c in chosen], scenarios)
     return replace(done, utility=done.utility - scenarios.flop_price * early.spent, flops=done.flops + early.spent)
 
 
-def shuffled(decisions: list[Decision], family: Family, scenarios: Scenarios, seed: int = 0) -> Planned:
+def shuffled(learned: Delivered, family: Family, scenarios: Scenarios, settled: int, seed: int = 0) -> Planned:
     """A controller's own seeds, as many in every scenario, but at the times, in the slots and of the blueprints of others.
 
-    Only seeds that were kept count. Each column is permuted over all seeds by itself; two seeds of a row never share a slot.
+    Only fossils count, and `settled` epochs are what one needs. Each column is permuted over all seeds by itself; two seeds of a
+    row never share a slot.
     """
-    kept, names, slots = _kept(decisions), blueprints_for(family.host.kind), len(family.host.slots)
-    orders = [uniform(mix(torch.tensor([seed]), 21, column), len(kept))[0].argsort().tolist() for column in range(3)]
-    times, places, blueprints = ([kept[at][column] for at in order] for column, order in zip((1, 3, 4), orders, strict=True))
+    kept, slots = births(learned), len(family.host.slots)
+    orders = [uniform(mix(torch.tensor([seed]), 21, column), len(kept))[0].argsort() for column in range(3)]
+    rows, times, places, blueprints = (kept[:, 0], *(kept[order, 1 + column] for column, order in enumerate(orders)))
     birth = torch.full((len(scenarios), slots), -1)
     kind = torch.zeros_like(birth)
-    for (row, *_), epoch, place, blueprint in zip(kept, times, places, blueprints, strict=True):
+    for row, epoch, place, blueprint in torch.stack([rows, times, places, blueprints], 1).tolist():
         free = [(place + turn) % slots for turn in range(slots) if birth[row, (place + turn) % slots] < 0]
-        if free:  # a controller may keep no more seeds than there are slots
-            latest = int(scenarios.horizon[row]) - SETTLED - slots + len(free)  # in time to be kept, after those before
-            birth[row, free[0]], kind[row, free[0]] = max(min(epoch, latest), 0), names.index(blueprint)
+        latest = int(scenarios.horizon[row]) - settled - slots + len(free)  # in time to be kept, after those before
+        birth[row, free[0]], kind[row, free[0]] = max(min(epoch, latest), 0), blueprint
     return Planned(birth, kind)
 
 
-def _kept(decisions: list[Decision]) -> list[Decision]:
-    """The GERMINATE of every seed that became a fossil."""
-    born: dict[tuple[int, int], Decision] = {}
-    kept = []
-    for decision in decisions:
-        place = decision.scenario, decision.slot
-        if decision.op == "GERMINATE":
-            born[place] = decision
-        elif decision.op == "FOSSILIZE":
-            kept.append(born[place])
-    return kept
-
+def births(done: Delivered) -> Tensor:
+    """[seeds, 4] of every fossil: scenario, epoch of its birth, slot, blueprint."""
+    born = {(d.scenario, d.slot): d.epoch for d in done.decisions if d.op == "GERMINATE"}  # the last one counts
+    places = (done.blueprint >= 0).nonzero().tolist()
+    seeds = [(row, born[row, slot], slot, int(done.blueprint[row, slot])) for row, slot in places]
+    return torch.tensor(seeds, dtype=torch.int64).view(-1, 4)

@@ -114,7 +114,7 @@ def judge(controllers: Mapping[str, Arms], pilot: Mapping[str, Arms], effect: fl
 
 def _paired(arms: Arms, control: str, asked: str) -> np.ndarray | str:
     """Differences [n] that a claim is about, or why there are none."""
-    names = BETWEEN if asked == "half" else (control,)
+    names: tuple[str, ...] = BETWEEN if asked == "half" else (control,)
     if missing := [name for name in names if name not in arms]:
         return f"{' and '.join(missing)} was never played"
     learned, others = arms["learned"], [arms[name] for name in names]
@@ -141,6 +141,8 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
         return Claim(name, control, asked, *figures, "reported")
     passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -MARGIN, high <= -MARGIN),
                     "half": (figures[1] >= 0, high < 0)}[asked]
+    if asked == "half" and interval(arms[BETWEEN[1]].utility - arms[BETWEEN[0]].utility)[0] <= 0:
+        return Claim(name, control, asked, *figures, "refused", f"{BETWEEN[1]} is not above {BETWEEN[0]}: there is no way to go")
     if lost:  # no further scenario would help
         return Claim(name, control, asked, *figures, "fails")
     if isinstance(spare, str):
@@ -152,7 +154,7 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
 
 def finding(claims: Sequence[Claim]) -> tuple[str, str]:
     """(verdict, reason) on all claims together: what one controller of three shows is no finding."""
-    judged = [claim for claim in claims if claim.asked != "reported"]
+    judged = [claim for claim in claims if claim.verdict != "reported"]
     controllers = {claim.controller for claim in judged}
     for verdict in ("fails", "refused"):
         if odd := [claim for claim in judged if claim.verdict == verdict]:

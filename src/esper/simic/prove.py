@@ -12,7 +12,7 @@ import torch
 
 from esper.leyline import ActionSpec, EsperError
 from esper.leyline.telemetry import Nowhere, Sink
-from esper.simic.controls import LEVELS, Tuned, play_rule, play_schedule, schedule, shuffled
+from esper.simic.controls import LEVELS, Tuned, about, play_plans, play_rule, schedule, shuffled
 from esper.simic.court import BEATEN, Arm, Arms, Claim, finding, interquartile_mean, interval, judge, pooled
 from esper.simic.trials import Delivered, Trials
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
@@ -59,8 +59,9 @@ def prove(family: Family, minds: Sequence[Mind], tuned: Tuned, config: ProofConf
           watch: Callable[[str], object] = lambda what: None, **options: Any) -> Proof:
     """Everything that was measured goes to the sink; `options` go to the environments."""
     config, sink = config or ProofConfig(), sink or Nowhere()
-    if tuned.family != family.name:
-        raise EsperError(f"these controls were tuned for {tuned.family!r}, not for {family.name!r}")
+    if tuned.about != about(family):
+        raise EsperError(f"these controls were tuned for {tuned.family!r} as it was then, not for {family.name!r} as it is; "
+                         "tune them again")
     pilot = family.scenarios(config.pilot, "validation", start=100_000)  # not those that trainings are watched on
     rehearsal = Trials(family, config.previews, **options)
     before = _Court(rehearsal, tuned, pilot, Nowhere(), lambda what: watch(f"pilot: {what}")).hear(minds)
@@ -96,17 +97,16 @@ class _Court:
         for name, config in tuned.triggers.items():
             plays[name] = functools.partial(trials.play, Triggered(config), drawn)
         for name in LEVELS:
-            plays[name] = functools.partial(play_schedule, trials, schedule(tuned, name, trials.family, drawn), drawn)
+            plays[name] = functools.partial(play_plans, trials, schedule(tuned, name, trials.family, drawn), drawn)
         return {name: self._arm(SHARED, name, play(), tuned.episodes.get(name)) for name, play in plays.items()}
 
     def _own(self, mind: Mind) -> dict[str, Arm]:
         trials, drawn = self.trials, self.scenarios
         learned = trials.play(mind.make(self.spec), drawn, previews=True)
-        epochs = (drawn.horizon * learned.flops / (1 + learned.weight)).round().long().clamp(min=1)
         others = {
-            "shuffled": trials.play(shuffled(learned.decisions, trials.family, drawn), drawn),
+            "shuffled": trials.play(shuffled(learned, trials.family, drawn, trials.settled), drawn),
             "from scratch, equal epochs": trials.from_scratch(learned.blueprint, drawn),
-            "from scratch, equal FLOPs": trials.from_scratch(learned.blueprint, drawn, epochs),
+            "from scratch, equal FLOPs": trials.equal_flops(learned, drawn),
             "wider host": trials.wider(learned.params, drawn)}
         arms = {"learned": self._arm(mind.name, "learned", learned, mind.episodes)}
         return arms | {name: self._arm(mind.name, name, delivered, None) for name, delivered in others.items()}

@@ -89,7 +89,7 @@ class Sweep:
 
     def outcomes(self, columns: list[int] | None = None) -> Outcomes:
         """Every scenario at every pair of prices; the choices of these columns (None is all)."""
-        prices = _prices(self.family)
+        prices = prices_of(self.family)
         at = torch.arange(len(self.names)) if columns is None else torch.tensor(columns)
         cost = torch.stack([a * self.params + b * self.spent for a, b in prices])  # [P, K, C]
         utility = (self.accuracy - cost[..., None])[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
@@ -101,13 +101,13 @@ class Sweep:
                         self.features.repeat(len(prices), 1).numpy().astype(np.float64), self.feature_names)
 
 
-def _prices(family: Family) -> list[tuple[float, float]]:
+def prices_of(family: Family) -> list[tuple[float, float]]:
     return [(a, b) for a in family.prices for b in family.flop_prices]
 
 
 def conditions(family: Family, scenarios: Scenarios) -> Tensor:
     """[K]: what a policy is told of a scenario (prices and horizon), as a number from 0."""
-    pairs = torch.stack([scenarios.price, scenarios.flop_price], 1)[:, None] == torch.tensor(_prices(family))
+    pairs = torch.stack([scenarios.price, scenarios.flop_price], 1)[:, None] == torch.tensor(prices_of(family))
     horizons = scenarios.horizon[:, None] == torch.tensor(sorted(set(family.horizons)))
     return pairs.all(2).int().argmax(1) * horizons.shape[1] + horizons.int().argmax(1)
 

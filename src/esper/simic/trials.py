@@ -3,6 +3,7 @@
 Legend: n scenarios, S slots.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,12 +12,11 @@ from torch import Tensor
 
 from esper.kasmina import Host
 from esper.leyline import Head, LifecycleOp, SeedStage
-from esper.simic.sweep import full_spec
 from esper.tamiyo import PolicyBundle, Wait
 from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig, Scenarios
 
-WIDTHS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
-"""Shares by which a static host may be wider; the smallest that has the parameters is taken."""
+WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
+"""Shares by which a static host may be wider; the smallest that has the parameters is taken, at the price of those asked for."""
 
 
 class Decision(NamedTuple):
@@ -53,20 +53,24 @@ class Trials:
         """`previews` is for policies that ask for them; `options` go to the environments."""
         self.family, self.previews, self.held, self.options = family, previews, held, options
         self._known: dict[tuple[object, ...], MorphogeneticEnv] = {}
-        self._static: dict[tuple[float, int], Delivered] = {}
 
-    def environment(self, rows: int, previews: bool = False, full: bool = False, host: Host | None = None) -> MorphogeneticEnv:
+    @property
+    def settled(self) -> int:
+        """Epochs that a seed needs from its birth until it may be a fossil."""
+        env = self.environment(1)
+        return env.settling + env.shortest_ramp
+
+    def environment(self, rows: int, previews: bool = False, host: Host | None = None) -> MorphogeneticEnv:
         """Made once for every kind of arm."""
-        name = (rows, previews, full, host)
+        name = (rows, previews, host)
         if name not in self._known:
             family = self.family if host is None else replace(self.family, host=host)
-            self._known[name] = MorphogeneticEnv(family, rows, previews=self.previews if previews else None,
-                                                 spec=full_spec(family) if full else None, **self.options)
+            self._known[name] = MorphogeneticEnv(family, rows, previews=self.previews if previews else None, **self.options)
         return self._known[name]
 
-    def play(self, policy: PolicyBundle, scenarios: Scenarios, previews: bool = False, full: bool = False) -> Delivered:
-        """`previews`: it looks at candidates. `full`: it needs the whole action space."""
-        env = self.environment(len(scenarios), previews, full)
+    def play(self, policy: PolicyBundle, scenarios: Scenarios, previews: bool = False) -> Delivered:
+        """`previews`: it looks at candidates."""
+        env = self.environment(len(scenarios), previews)
         env.reset(scenarios)
         return self._finish(env, policy)
 
@@ -79,32 +83,33 @@ class Trials:
         flops = done.flops * env.scenarios.horizon / scenarios.horizon
         return replace(done, flops=flops, utility=_utility(scenarios, done.score, done.params, flops))
 
+    def equal_flops(self, grown: Delivered, scenarios: Scenarios) -> Delivered:
+        """Its topologies from scratch, for as many epochs as its FLOPs pay for."""
+        epochs = (scenarios.horizon * grown.flops / (1 + grown.weight)).round().long().clamp(min=1)
+        return self.from_scratch(grown.blueprint, scenarios, epochs)
+
     def wider(self, params: Tensor, scenarios: Scenarios) -> Delivered:
-        """Static hosts with at least so many more parameters [n], which cost what grown ones would."""
+        """Static hosts with at least so many more parameters [n], charged for these; NaN where no host is wide enough."""
         base = self.family.host
-        hosts = [replace(base, widths=tuple(round(w * share) for w in base.widths)) for share in WIDTHS]
+        hosts = [replace(base, widths=tuple(math.ceil(w * share) for w in base.widths)) for share in WIDTHS]
         extra = torch.tensor([host.cost.params - base.cost.params for host in hosts])
-        choice = (extra[None] < params[:, None]).sum(1).clamp(max=len(hosts) - 1)
-        parts = {number: self._wide(hosts[number], int(extra[number]), scenarios) for number in choice.unique().tolist()}
-        place = torch.tensor([list(parts).index(number) for number in choice.tolist()]), torch.arange(len(scenarios))
+        choice = (extra[None] < params[:, None]).sum(1)
+        parts = []
+        for number in choice.clamp(max=len(hosts) - 1).unique().tolist():
+            rows = (choice.clamp(max=len(hosts) - 1) == number).nonzero().flatten()
+            parts.append((rows, self._wide(hosts[number], scenarios.take(rows))))
+        order = torch.cat([rows for rows, _ in parts]).argsort()
+        names = ("score", "flops", "blueprint", "weight")
+        joined = {name: torch.cat([getattr(done, name) for _, done in parts])[order] for name in names}
+        utility = _utility(scenarios, joined["score"], params, joined["flops"])
+        return Delivered(torch.where(choice < len(hosts), utility, torch.nan), params=params, decisions=[], **joined)
 
-        def picked(name: str) -> Tensor:
-            return torch.stack([getattr(part, name) for part in parts.values()])[place]
-
-        names = ("utility", "score", "params", "flops", "blueprint", "weight")
-        return Delivered(**{name: picked(name) for name in names}, decisions=[])
-
-    def _wide(self, host: Host, extra: int, scenarios: Scenarios) -> Delivered:
-        name = host.widths[0], int(scenarios.key.sum())
-        if name not in self._static:
-            env = self.environment(len(scenarios), host=host)
-            env.reset(scenarios)
-            done = self._finish(env, Wait())
-            flops = done.flops * host.cost.flops / self.family.host.cost.flops
-            params = torch.full_like(done.params, extra)
-            utility = _utility(scenarios, done.score, params, flops)
-            self._static[name] = replace(done, utility=utility, params=params, flops=flops)
-        return self._static[name]
+    def _wide(self, host: Host, scenarios: Scenarios) -> Delivered:
+        env = self.environment(len(scenarios), host=host)
+        env.reset(scenarios)
+        done = self._finish(env, Wait())
+        del self._known[len(scenarios), False, host]  # of a size that will not come again
+        return replace(done, flops=done.flops * host.cost.flops / self.family.host.cost.flops)
 
     def _finish(self, env: MorphogeneticEnv, policy: PolicyBundle) -> Delivered:
         """Play episodes that have begun to their ends."""

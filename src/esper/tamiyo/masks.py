@@ -78,7 +78,7 @@ def action_masks(view: View) -> ActionMasks:
             chosen = values.get((op, Head.ALPHA_TARGET), view.free_targets[..., spec.defaults[Head.ALPHA_TARGET], None])
             slot[:, number] &= chosen.any(-1)
         if op is LifecycleOp.GERMINATE:  # in time to be kept, or not at all
-            slot[:, number] &= values.get((op, Head.TEMPO), _in_time(view)[:, None, spec.defaults[Head.TEMPO], None]).any(-1)
+            slot[:, number] &= values.get((op, Head.TEMPO), in_time(view)[:, None, spec.defaults[Head.TEMPO], None]).any(-1)
         if op is LifecycleOp.WAIT:  # names no slot
             slot[:, number] = _only(spec.slots, spec.defaults[Head.SLOT])
         elif Head.SLOT not in spec.heads:
@@ -95,7 +95,7 @@ def _values(view: View, op: LifecycleOp, head: Head) -> Tensor:
         real = torch.tensor([name != "noop" for name in spec.blueprints])
         return every & (real if bool(real.any()) else default)
     if head is Head.TEMPO:
-        return every & _in_time(view)[:, None]
+        return every & in_time(view)[:, None]
     if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.STYLE:  # a seed keeps the style it was born with
         return torch.nn.functional.one_hot(view.seeds.style, spec.head_sizes[head]).bool()
     if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.ALPHA_TARGET:
@@ -108,14 +108,14 @@ def _values(view: View, op: LifecycleOp, head: Head) -> Tensor:
     return every
 
 
-def _in_time(view: View) -> Tensor:
-    """bool [N, tempos]: would a seed that germinates now with this tempo still be kept before the end?"""
+def in_time(view: View, wait: int = 0) -> Tensor:
+    """bool [N, tempos]: would a seed that germinates now, or after a wait, with this tempo still be kept before the end?"""
     if view.settling is None:
         return torch.ones(len(view.clock), len(TEMPOS), dtype=torch.bool)
     ramp = torch.tensor(TEMPOS)
     if LifecycleOp.SET_ALPHA_TARGET in view.spec.ops:  # which can end a ramp: one epoch of it, and one at speed 0
         ramp = ramp.clamp(max=2)
-    return (view.horizon - view.clock)[:, None] >= ramp + view.settling
+    return (view.horizon - view.clock - wait)[:, None] >= ramp + view.settling
 
 
 def _only(size: int, choice: int) -> Tensor:

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from esper.leyline import SCORES, EsperError, Facts, Head, LifecycleOp, SeedStage, View
-from esper.tamiyo.masks import action_masks
+from esper.tamiyo.masks import action_masks, in_time
 from esper.tamiyo.scripts import to_spec
 
 _LOSS, _TRAIN = SCORES.index("loss"), SCORES.index("train_loss")
 
 
 def _periodic(view: View, facts: Facts, setting: Tensor) -> Tensor:
-    """Every so many epochs."""
-    return (view.clock > 0) & (view.clock % setting.long().clamp(min=1) == 0)
+    """Every so many epochs, from the first on."""
+    return view.clock % setting.long().clamp(min=1) == 0
 
 
 def _converged(view: View, facts: Facts, setting: Tensor) -> Tensor:
@@ -103,24 +103,28 @@ class Planned:
 
     def __call__(self, view: View) -> Tensor:
         due = (self.birth >= 0) & (view.clock[:, None] >= self.birth) & (view.seeds.germinations == 0)
-        return _grow_and_keep(view, due, self.blueprint, torch.tensor(False))
+        tempo = view.spec.defaults[Head.TEMPO]
+        last = ~in_time(view, wait=int(due.sum(1).amax()))[:, tempo]  # what is due now must not wait for what may be kept
+        return _grow_and_keep(view, due, self.blueprint, torch.tensor(False), last)
 
 
-def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor) -> Tensor:
-    """Actions of rows that fossilize what they may, then advance what they may, then germinate where they wish.
+def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor, hurry: Tensor | None = None) -> Tensor:
+    """Actions of rows that fossilize what they may, then advance what they may, then germinate where they wish; those in a
+    `hurry` [N] germinate first.
 
     `grows` is bool [N, S] or [N, 1], `blueprint` [N, S]; of several slots the first is served, or the last if `backwards`.
     """
     spec, every = view.spec, torch.arange(len(view.clock))
     allowed = dict(zip(spec.ops, action_masks(view).slot.unbind(1), strict=True))  # [N, S] each
-    allowed[LifecycleOp.GERMINATE] = allowed[LifecycleOp.GERMINATE] & grows
+    grow, never = allowed[LifecycleOp.GERMINATE] & grows, torch.zeros_like(view.seeds.fading)
+    wishes = ((LifecycleOp.GERMINATE, grow), (LifecycleOp.ADVANCE, allowed.get(LifecycleOp.ADVANCE, never)),
+              (LifecycleOp.FOSSILIZE, allowed.get(LifecycleOp.FOSSILIZE, never)),
+              (LifecycleOp.GERMINATE, never if hurry is None else grow & hurry[:, None]))
     full = torch.tensor([spec.defaults[head] for head in Head]).repeat(len(every), 1)
-    for op in (LifecycleOp.GERMINATE, LifecycleOp.ADVANCE, LifecycleOp.FOSSILIZE):  # the last wish counts
-        if op in allowed:
-            able, last = allowed[op].any(1), spec.slots - 1
-            slot = torch.where(backwards, last - allowed[op].flip(1).int().argmax(1), allowed[op].int().argmax(1))
-            full[able, Head.OP] = int(op)
-            full[:, Head.SLOT] = torch.where(able, slot, full[:, Head.SLOT])
+    for op, where in wishes:  # the last one counts
+        slot = torch.where(backwards, spec.slots - 1 - where.flip(1).int().argmax(1), where.int().argmax(1))
+        full[where.any(1), Head.OP] = int(op)
+        full[:, Head.SLOT] = torch.where(where.any(1), slot, full[:, Head.SLOT])
     born = full[:, Head.OP] == LifecycleOp.GERMINATE
     full[:, Head.BLUEPRINT] = torch.where(born, blueprint[every, full[:, Head.SLOT]], full[:, Head.BLUEPRINT])
     return to_spec(spec, full)

@@ -173,8 +173,9 @@ class MorphogeneticEnv:
         gates = self.population.life.gates
         return gates.min_training + gates.min_holding + 1
 
-    def _shortest_ramp(self) -> int:
-        """Below it a seed would come too late, and there is nothing to preview."""
+    @property
+    def shortest_ramp(self) -> int:
+        """Epochs in which a seed can reach its first target."""
         free = Head.TEMPO in self.spec.heads or LifecycleOp.SET_ALPHA_TARGET in self.spec.ops
         return 1 if free else TEMPOS[self.spec.defaults[Head.TEMPO]]
 
@@ -191,7 +192,7 @@ class MorphogeneticEnv:
     def _preview(self) -> None:
         if self.previews is None:
             return
-        in_time = self.scenarios.horizon - self.clock >= self.settling + self._shortest_ramp()
+        in_time = self.scenarios.horizon - self.clock >= self.settling + self.shortest_ramp
         due = ~self.done & in_time & (self.clock % self.previews.every == 1 % self.previews.every)
         fresh = preview_candidates(self, self.previews.steps, due.nonzero().flatten())
         for name, tensor in vars(fresh).items():

@@ -1,0 +1,170 @@
+"""Plans: what to grow where and when, whatever happens; and the best of them at every level of knowledge.
+
+Legend: P plans, K scenarios, S slots. A scenario's training does not depend on its price, so one run is scored at every price.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.leyline import ActionSpec
+from esper.simic.gaps import NO_GROWTH, Outcomes, Rule, decide
+from esper.simic.sweep import DECIDE_AT, conditions, grid, observe_early, prices_of
+from esper.simic.trials import Trials
+from esper.tamiyo import Planned
+from esper.tolaria import Family, Scenarios
+
+FIRST, SECOND, LAST = 8, 4, 8
+"""Least inits of the three rungs of the search."""
+KEEP = 2
+"""Plans that go on to the last rung from every group of scenarios."""
+Watch = Callable[[str, int, int], object]
+
+
+class Plan(NamedTuple):
+    """A blueprint or none for every slot; slots in order, one per epoch, beginning at `start`."""
+
+    seeds: tuple[str | None, ...]
+    start: int = 0
+
+    @property
+    def name(self) -> str:
+        grown = [f"{seed} @{slot}" for slot, seed in enumerate(self.seeds) if seed]
+        return f"{', '.join(grown)} from {self.start}" if grown else NO_GROWTH
+
+
+def played(plans: Sequence[Plan], spec: ActionSpec) -> Planned:
+    """The policy in which every row follows its plan."""
+    birth = torch.full((len(plans), spec.slots), -1)
+    blueprint = torch.zeros_like(birth)
+    for row, plan in enumerate(plans):
+        for turn, (slot, seed) in enumerate((slot, seed) for slot, seed in enumerate(plan.seeds) if seed):
+            birth[row, slot], blueprint[row, slot] = plan.start + turn, spec.blueprints.index(seed)
+    return Planned(birth, blueprint)
+
+
+class Search(NamedTuple):
+    """The best plans at every level of knowledge, and what finding them took."""
+
+    fixed: Plan
+    visible: list[Plan]  # by condition
+    oracle: list[list[Plan]]  # by condition and hidden kind
+    rule: Rule
+    choices: list[Plan]  # that the rule counts; all begin when it has seen enough
+    episodes: int
+
+
+class Survey:
+    """Plans played on every kind, horizon and some inits."""
+
+    def __init__(self, trials: Trials, rows: int, watch: Watch) -> None:
+        self.trials, self.rows, self.watch, self.episodes = trials, rows, watch, 0
+        self.spec = trials.environment(rows).spec
+
+    def scenarios(self, start: int, inits: int) -> tuple[Scenarios, Tensor]:
+        """([K], init numbers [K])."""
+        family = self.trials.family
+        parts = [grid(family, inits, horizon, start) for horizon in sorted(set(family.horizons))]
+        columns = {name: torch.cat([getattr(part, name) for part, _ in parts]) for name in parts[0][0].columns()}
+        return Scenarios(**columns, kinds=family.kinds), torch.cat([number for _, number in parts])
+
+    def play(self, plans: Sequence[Plan], scenarios: Scenarios) -> Tensor:
+        """[P, K, 3]: score, parameters, FLOPs."""
+        jobs, results = torch.cartesian_prod(torch.arange(len(plans)), torch.arange(len(scenarios))), []
+        for part in jobs.split(self.rows):
+            padded = torch.cat([part, part[:1].expand(self.rows - len(part), 2)])
+            done = self.trials.play(played([plans[p] for p in padded[:, 0].tolist()], self.spec), scenarios.take(padded[:, 1]))
+            results.append(torch.stack([done.score, done.params.float(), done.flops], 1)[: len(part)])
+            self.episodes += len(part)
+            self.watch("plans", self.episodes, self.episodes + len(jobs) - sum(map(len, results)))
+        return torch.cat(results).view(len(plans), len(scenarios), 3)
+
+
+def _priced(family: Family, scenarios: Scenarios, runs: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(utility [prices * K, P], condition [prices * K], hidden kind [prices * K]) of runs [P, K, 3]."""
+    score, params, flops = runs.double().unbind(2)
+    prices = prices_of(family)
+    utility = torch.cat([(score - a * params - b * (flops - 1)).T for a, b in prices])
+    told = [conditions(family, replace(scenarios, price=torch.full_like(scenarios.price, a),
+                                       flop_price=torch.full_like(scenarios.flop_price, b))) for a, b in prices]
+    return utility.numpy(), torch.cat(told).numpy(), scenarios.kind.repeat(len(prices)).numpy()
+
+
+def _means(utility: np.ndarray, condition: np.ndarray, kind: np.ndarray) -> np.ndarray:
+    """[G, P]: over everything, in every condition, and in every condition for every kind."""
+    both = condition * (int(kind.max()) + 1) + kind
+    return np.stack([utility[group == value].mean(0) for group in (condition * 0, condition, both) for value in np.unique(group)])
+
+
+def singles(spec: ActionSpec) -> list[Plan]:
+    """No growth, then every real blueprint in every slot at once."""
+    seeds = [name for name in spec.blueprints if name != "noop"]
+    alone = [Plan(tuple(name if place == slot else None for place in range(spec.slots)))
+             for slot in range(spec.slots) for name in seeds]
+    return [Plan((None,) * spec.slots), *alone]
+
+
+def combined(means: np.ndarray, spec: ActionSpec) -> list[Plan]:
+    """From what singles are worth in every group [G, P]: the best seed of each slot with and without each other, and once with
+    the second best in its place; begun at once, and begun when a rule has seen enough."""
+    seeds = [name for name in spec.blueprints if name != "noop"]
+    found: dict[Plan, None] = dict.fromkeys(singles(spec)[:1])
+    for group in (means[:, 1:] - means[:, :1]).reshape(len(means), spec.slots, len(seeds)):
+        order = np.argsort(-group, 1)
+        best, second = ([seeds[at] for at in order[:, rank]] for rank in (0, min(1, len(seeds) - 1)))
+        needy = np.argsort(-group.max(1))
+        if spec.slots <= 4:
+            shapes = list(itertools.product((False, True), repeat=spec.slots))
+        else:
+            shapes = [tuple(slot in needy[:count] for slot in range(spec.slots)) for count in range(1, spec.slots + 1)]
+        made = [tuple(name if used else None for name, used in zip(best, shape, strict=True)) for shape in shapes]
+        made += [tuple(second[at] if at == slot else name for at, name in enumerate(best)) for slot in range(spec.slots)]
+        found |= {Plan(plan, start): None for plan in made if any(plan) for start in (0, DECIDE_AT)}
+    return list(found)
+
+
+def search(trials: Trials, episodes: int, rows: int, preview_steps: int, watch: Watch) -> Search:
+    """At least so many episodes: singles everywhere, then what they suggest, then the best of those on more inits."""
+    family, survey = trials.family, Survey(trials, rows, watch)
+    drawn, _ = survey.scenarios(0, FIRST)
+    worth = _means(*_priced(family, drawn, survey.play(singles(survey.spec), drawn)))
+    plans = combined(worth, survey.spec)
+    drawn, init = survey.scenarios(FIRST, SECOND)
+    runs = survey.play(plans, drawn)
+    kept = _best(_means(*_priced(family, drawn, runs)), plans)
+    plans, runs = [plans[at] for at in kept], runs[kept]
+    cells = len(family.kinds) * len(set(family.horizons)) * len(plans)
+    more, numbers = survey.scenarios(FIRST + SECOND, max(LAST, math.ceil((episodes - survey.episodes) / cells)))
+    runs = torch.cat([runs, survey.play(plans, more)], 1)
+    everything = Scenarios(**{name: torch.cat([column, getattr(more, name)]) for name, column in drawn.columns().items()},
+                           kinds=family.kinds)
+    early = observe_early(family, everything, preview_steps, **trials.options)
+    utility, told, kind = _priced(family, everything, runs)
+    count = len(prices_of(family))
+    inits = torch.cat([init, numbers]).repeat(count).numpy()
+    features = early.features.repeat(count, 1).double().numpy()
+    late = [at for at, plan in enumerate(plans) if at == 0 or plan.start == DECIDE_AT]
+
+    def outcomes(columns: list[int]) -> Outcomes:
+        some = utility[:, columns]
+        return Outcomes([plans[at].name for at in columns], some, some, told, kind, inits, features, early.names)
+
+    best = decide(outcomes(list(range(len(plans)))))
+    return Search(plans[best.fixed], [plans[at] for at in best.visible], [[plans[at] for at in row] for row in best.hidden],
+                  decide(outcomes(late)).rule, [plans[at] for at in late], survey.episodes)
+
+
+def _best(means: np.ndarray, plans: Sequence[Plan]) -> list[int]:
+    """No growth, and the best few of every group [G, P]: among all plans, and among those that begin late."""
+    late = np.array([plan.start == DECIDE_AT for plan in plans])
+    chosen = {0}
+    for allowed in (np.ones_like(late), late):
+        ranked = np.argsort(-np.where(allowed, means, -np.inf), 1)[:, :KEEP]
+        chosen |= set(ranked.flatten().tolist())
+    return sorted(chosen)
