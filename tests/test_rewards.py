@@ -94,15 +94,18 @@ def test_terminal_pays_the_same_at_once() -> None:
     torch.testing.assert_close(paid["terminal"][1], paid["utility"][1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("score", ["probability", "delivered"])
 @pytest.mark.parametrize("reward", ["utility", "contribution", "shaped"])
-def test_holding_for_ever_earns_less_than_committing(reward: str) -> None:
+def test_holding_for_ever_earns_less_than_committing(reward: str, score: str) -> None:
     """Two equal lives of a seed that helps; one is kept at last, the other is not."""
     life = [entry(SPEC, 0, GERMINATE, slot=0, blueprint="mlp_heavy", tempo=3), entry(SPEC, 1, ADVANCE, slot=0)]
     made = world(16, reward, horizon=12, prices=(0.0,))
+    made.score = score
     earned = returns(made, Scripted([life] * 8 + [[*life, entry(SPEC, 2, KEEP, slot=0)]] * 8))
     assert bool(made.env.population.life.at(SeedStage.FOSSILIZED)[8:, 0].all())
     assert float(earned[8:].mean()) > float(earned[:8].mean())
-    assert float(earned[:8].max()) <= 0, "what is not committed is worth nothing"
+    luck = 1.5 / 120 if score == "delivered" else 0.0  # a host that lost its seed may be right about one sample more
+    assert float(earned[:8].max()) <= luck, "what is not committed is worth nothing"
 
 
 def test_shaping_changes_no_return() -> None:

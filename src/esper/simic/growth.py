@@ -15,7 +15,7 @@ from esper.tolaria import Measurement, MorphogeneticEnv, Scenarios, Scores, Twin
 class Growth:
     """Call `begin` with the scenarios of a round, then look and step until all rows are over."""
 
-    def __init__(self, env: MorphogeneticEnv, twins: Twins, reward: str = "utility", score: str = "probability", seed: int = 0,
+    def __init__(self, env: MorphogeneticEnv, twins: Twins, reward: str = "utility", score: str = "delivered", seed: int = 0,
                  device: torch.device | str = "cpu") -> None:
         """`seed` decides the draws of actions; `device` is the controller's."""
         self.env, self.twins, self.reward, self.score, self.seed = env, twins, reward, score, seed

@@ -38,7 +38,7 @@ class TrainConfig:
     scenarios: int = 0
     """Training scenarios, in whole rounds, that are met again and again with twins computed once; 0 draws ever new ones."""
     reward: str = "utility"
-    score: str = "probability"
+    score: str = "delivered"
     """What a network is scored by: accuracy, the smoother mean probability of the right class, or delivered (probability while
     it grows, accuracy once it is delivered)."""
     preview_every: int = 3
