@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from esper.karn import write_report
-from esper.karn.charts import LETTER, LINE, NARROW, front, scatter, ticks
+from esper.karn.charts import LETTER, LINE, NARROW, curves, front, scatter, ticks
 from esper.karn.report import SECTIONS, seeds_of
 from esper.leyline import EsperError
 from esper.nissa import TABLES, Store
@@ -79,8 +79,8 @@ def run(path: Path) -> Path:
     store = Store(path)
     store.write("round", {"round": [0, 1], "seconds": [30.0, 31.5], "host_epochs": [1000, 1500], "utility": [0.01, 0.05],
                           "utility_error": [0.002, None]})
-    store.write("exam", {"round": 2, "policy": ["learned", "learned", "heuristic"], "scenario": [0, 1, 0],
-                         "utility": [0.02, 0.06, 0.9]})
+    store.write("exam", {"round": [1, 2, 2, 2, 2], "policy": ["learned", "learned", "learned", "learned", "heuristic"],
+                         "scenario": [0, 0, 1, 2, 0], "utility": [0.01, 0.02, 0.03, 0.07, 0.9]})
     store.commit()
     store.close()
     return path
@@ -129,9 +129,32 @@ def test_training_is_shown_where_it_is_known(page: Page, tmp_path: Path) -> None
     assert ["learned (a)", "2", "2,500", "62", "4,096", "1.40"] in page.rows
     assert ["learned (b)", "", "", "", "4,096", "1.40"] in page.rows
     assert ["all controllers", "", "", "", "8,192", ""] in page.rows  # a sum with a part missing would be a lie
-    assert all(point in page.text for point in ("0: 1.00 ± 0.39", "1: 5.00 ± 0.00", "2: 4.00 ± 0.00"))  # rounds, examination
+    assert "previews and examinations are not counted" in page.text
     write_report(tmp_path / "proof.db", {}, {}, tmp_path / "bare.html")
     assert "Without run stores" in Page(tmp_path / "bare.html").text
+
+
+def test_an_interval_is_the_real_one_or_none(page: Page) -> None:
+    drawn = page.source.partition("<h2>Learning curves</h2>")[2]
+    dots = re.findall(r"<title>(a, [^<]+)", drawn)
+    rounds, exams = ["a, 0: 1.00 ± 0.39", "a, 1: 5.00"], ["a, 1: 1.00", "a, 2: 4.00 ± 2.99"]  # 1.96 * 2.6458 / 3 ** 0.5
+    assert dots == rounds + exams
+    assert (len(re.findall(r'<line [^>]+class="c1"', drawn)), "<polygon" in drawn) == (2, False), "two of the four have one"
+
+
+def test_neighbours_with_intervals_share_a_band() -> None:
+    drawn = curves({"a": ("c1", [(0, 1, 0.5), (1, 1, 0.5), (2, 1, None), (3, 0, 1)])}, "rounds", "points")
+    assert [len(band.split()) for band in re.findall(r'<polygon points="([^"]+)', drawn)] == [4]
+
+
+def test_no_controller_is_lost_among_many(tmp_path: Path) -> None:
+    names = [f"mind {number}" for number in range(8)]
+    runs = {name: run(tmp_path / f"{name}.db") for name in names}
+    write_report(proof(tmp_path / "proof.db", tuple(names)), runs, {}, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert all(page.text.count(f"{name}, 0: 1.00 ± 0.39") == 1 for name in names)
+    looks = dict(re.findall(r'<li><i class="([^"]+)"></i>(mind \d)', page.source))
+    assert len(looks) == len(names), "no two look alike"
 
 
 def test_hostile_names_stay_names(tmp_path: Path) -> None:

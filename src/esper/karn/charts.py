@@ -14,6 +14,8 @@ Box = tuple[float, float, float, float]
 Point = tuple[float, float]
 Span = tuple[str, str, float, float, float]
 """(class, title, low, value, high)"""
+Estimate = tuple[float, float, float | None]
+"""(x, y, half of its interval, if it has one)"""
 
 
 def tag(name: str, *inner: str, **attributes: object) -> str:
@@ -153,16 +155,27 @@ def forest(groups: Mapping[str, Sequence[Span]], x_title: str) -> str:
     return plot.svg(x_title)
 
 
-def curves(lines: Mapping[str, Sequence[tuple[float, float, float]]], x_title: str, y_title: str) -> str:
-    """(x, y, half of the interval) by colour."""
-    points = [point for line in lines.values() for point in line]
-    plot = Plot((0.0, *(x for x, _, _ in points)), (y + side * half for _, y, half in points for side in (-1, 1)))
-    for class_, line in lines.items():
-        plot.shape([(x, y + half) for x, y, half in line] + [(x, y - half) for x, y, half in reversed(line)], class_, "polygon")
+def curves(lines: Mapping[str, tuple[str, Sequence[Estimate]]], x_title: str, y_title: str) -> str:
+    """(class, estimates) by name."""
+    points = [point for _, line in lines.values() for point in line]
+    plot = Plot((0.0, *(x for x, _, _ in points)), (y + side * (half or 0) for _, y, half in points for side in (-1, 1)))
+    for name, (class_, line) in lines.items():
+        for known, part in itertools.groupby(line, key=lambda point: point[2] is not None):
+            if known:
+                _band(plot, [(x, y, half or 0) for x, y, half in part], class_)
         plot.shape([(x, y) for x, y, _ in line], class_)
         for x, y, half in line if len(line) <= 40 else ():
-            plot.dot(x, y, class_, f"{x:g}: {y:.2f} ± {half:.2f}")
+            plot.dot(x, y, class_, f"{name}, {x:g}: {y:.2f}" + ("" if half is None else f" ± {half:.2f}"))
     return plot.svg(x_title, y_title)
+
+
+def _band(plot: Plot, line: Sequence[tuple[float, float, float]], class_: str) -> None:
+    """Between the ends of intervals; a single one is a stroke."""
+    upper, lower = ([(x, y + side * half) for x, y, half in line] for side in (1, -1))
+    if len(line) == 1:
+        plot.marks.append(rule(*plot.at(*upper[0]), *plot.at(*lower[0]), class_))
+    else:
+        plot.shape([*upper, *reversed(lower)], class_, "polygon")
 
 
 def heat(counts: Mapping[tuple[str, int], int], rows: Sequence[str], columns: Sequence[int], full: float, left: float) -> str:

@@ -5,6 +5,7 @@ Utilities are shown in points (score x 100). The registry says what the columns 
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,10 @@ class Seed(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The training of a controller: (round, points, half of the interval), and what it cost, by column of `round`."""
+    """The training of a controller, and what it cost, by column of `round`."""
 
-    rounds: list[tuple[int, float, float]]
-    exams: list[tuple[int, float, float]]
+    rounds: list[charts.Estimate]
+    exams: list[charts.Estimate]
     cost: Row
 
 
@@ -61,13 +62,13 @@ class Evidence:
     @property
     def colours(self) -> dict[str, str]:
         names = sorted(({row["controller"] for row in self.arms} | set(self.runs)) - {POOLED})
-        return {POOLED: "c0"} | {name: f"c{place % 6 + 1}" for place, name in enumerate(names)}
+        return {POOLED: "c0"} | {name: f"c{place % 6 + 1}{' dashed' * (place >= 6)}" for place, name in enumerate(names)}
 
 
 def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, object], out: Path) -> None:
     """`store`: the proof's. `runs`: by controller; the page says which cannot be read. `facts`: for its head, in their order."""
     episodes = read(store, "SELECT controller, arm, kind, price, count(*) FROM arm GROUP BY 1, 2, 3, 4")
-    evidence = Evidence(_rows(store, "summary"), _rows(store, "claim"), seeds_of(store), episodes,
+    evidence = Evidence(rows_of(store, "summary"), rows_of(store, "claim"), seeds_of(store), episodes,
                         {name: _run(path) for name, path in runs.items()})
     sections = [tag("section", tag("h2", title), show(evidence), id=f"s{number}")
                 for number, (title, show) in enumerate(SECTIONS.items())]
@@ -93,20 +94,33 @@ def seeds_of(store: Path) -> list[Seed]:
     return seeds
 
 
-def _rows(path: Path, table: str) -> list[Row]:
-    return [dict(zip(TABLES[table], row, strict=True)) for row in read(path, f"SELECT {', '.join(TABLES[table])} FROM {table}")]
+def rows_of(store: Path, table: str) -> list[Row]:
+    """Everything in a table, by column."""
+    return [dict(zip(TABLES[table], row, strict=True)) for row in read(store, f"SELECT {', '.join(TABLES[table])} FROM {table}")]
+
+
+def cost_of(run: Path) -> Row:
+    """Of a training: how many rounds, and sums of columns of `round`."""
+    counts = read(run, "SELECT count(*), sum(episodes), sum(host_epochs), sum(seconds) FROM round")
+    return dict(zip(("round", "episodes", "host_epochs", "seconds"), counts[0], strict=True))
 
 
 def _run(path: Path) -> Run | str:
     try:
-        rounds = read(path, "SELECT round, 100 * utility, 196 * ifnull(utility_error, 0) FROM round "
+        rounds = read(path, "SELECT round, 100 * utility, 196 * utility_error FROM round "
                             "WHERE utility IS NOT NULL ORDER BY round")
-        exams = read(path, "SELECT round, 100 * avg(utility), 0 FROM exam WHERE policy = ? AND utility IS NOT NULL "
-                           "GROUP BY round", LEARNED)
-        cost = read(path, "SELECT count(*), sum(host_epochs), sum(seconds) FROM round")[0]
-        return Run(rounds, exams, dict(zip(("round", "host_epochs", "seconds"), cost, strict=True)))
+        exams = read(path, "SELECT round, 100 * utility FROM exam "
+                           "WHERE policy = ? AND utility IS NOT NULL ORDER BY round", LEARNED)
+        return Run(rounds, [_estimate(number, [utility for _, utility in each])
+                            for number, each in itertools.groupby(exams, key=lambda row: row[0])], cost_of(path))
     except EsperError as error:
         return str(error)
+
+
+def _estimate(number: int, utilities: Sequence[float]) -> charts.Estimate:
+    """The mean of an examination with its interval, which a single scenario does not have."""
+    n = len(utilities)
+    return number, statistics.fmean(utilities), 1.96 * statistics.stdev(utilities) / math.sqrt(n) if n > 1 else None
 
 
 class Column(NamedTuple):
@@ -283,19 +297,21 @@ def _learning(evidence: Evidence) -> str:
     if not known:
         return "".join([*notes, _note("Without run stores nothing is known of how the controllers were trained.")])
     colours = {name: evidence.colours[name] for name in known}
-    plots = [charts.curves({colours[name]: getattr(run, what) for name, run in known.items()}, "rounds", title)
+    plots = [charts.curves({name: (colours[name], getattr(run, what)) for name, run in known.items()}, "rounds", title)
              for what, title in (("rounds", "utility of a round, points"), ("exams", "mean utility of an examination, points"))]
-    return "".join([*notes, _legend(colours), tag("div", *plots, class_="pair")])
+    return "".join([*notes, _note("With 95 % intervals, where more than one episode tells of them."), _legend(colours),
+                    tag("div", *plots, class_="pair")])
 
 
 def _costs(evidence: Evidence) -> str:
+    names = ("round", "host_epochs", "seconds", "episodes")
     learned = [row for row in evidence.arms if row["arm"] == LEARNED and row["controller"] != POOLED]
     tuned = [row for row in evidence.arms if row["arm"] != LEARNED and row["controller"] == POOLED and row["episodes"]]
-    runs = {name: run.cost for name, run in evidence.runs.items() if isinstance(run, Run)}
+    runs = {name: {key: run.cost[key] for key in names[:3]} for name, run in evidence.runs.items() if isinstance(run, Run)}
     rows = [row | {"arm": f"{LEARNED} ({row['controller']})"} | runs.get(row["controller"], {}) for row in learned]
-    names = ("round", "host_epochs", "seconds", "episodes")
     total = {name: sum(row[name] or 0 for row in rows) for name in names if all(name in row for row in rows)}
-    return (_note("What was spent before the proof, and what one use costs, in trainings of the bare host.")
+    return (_note("What was spent before the proof, and what one use costs, in trainings of the bare host. Host-epochs are "
+                  "those of episodes and their twins; previews and examinations are not counted in them.")
             + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned]))
 
 
@@ -340,6 +356,8 @@ text{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--paper);strok
 .grid text{stroke:none}.strong{fill:var(--paper)}.subject{font-weight:700}.empty{fill:var(--grid)}
 .cell{fill:color-mix(in srgb,var(--c1) calc(100%*var(--share)),var(--grid))}.pale{opacity:.35}
 rect,circle,polygon{fill:currentColor}polygon{opacity:.15}line,polyline{stroke:currentColor;fill:none;stroke-width:1.5}
+.dashed:is(line,polyline){stroke-dasharray:5 3}
+.legend .dashed{background:repeating-linear-gradient(90deg,currentColor 0 4px,transparent 4px 6px)}
 line.grid{stroke:var(--grid);stroke-width:1}.zero,.axis,.lead{stroke:var(--dim);stroke-width:1}.front{color:var(--c1)}
 circle.hollow{fill:var(--paper);stroke:currentColor;stroke-width:1.5}.c0{color:var(--ink)}.c1{color:var(--c1)}.c2{color:var(--c2)}
 .c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}.c6{color:var(--c6)}
