@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from esper.leyline import SCORES, Head, LifecycleOp, View
-from esper.simic.controls import LEVELS, Tuned, play_rule, schedule, shuffled, tune
-from esper.simic.sweep import choices
+from esper.simic.controls import LEVELS, Tuned, play_plans, play_rule, schedule, shuffled, tune
+from esper.simic.plans import Plan
+from esper.simic.sweep import conditions, observe_early
 from esper.simic.trials import Decision, Delivered, Trials
-from esper.tamiyo import Heuristic, PolicyBundle, Random, Scripted, Triggered, Wait
+from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Family, PreviewConfig, Scenarios, find_family
 
 if __package__:
@@ -74,9 +75,9 @@ def table(trials: Trials, tuned: Tuned, scenarios: Scenarios, mind: PolicyBundle
     n, rows = len(scenarios), {}
 
     def play(name: str, policy: PolicyBundle, statistic: str, promised: str, value: Callable[[Witness, Delivered], float],
-             holds: Callable[[float], bool], **options: bool) -> None:
+             holds: Callable[[float], bool], previews: bool = False) -> None:
         witness = Witness(policy)
-        done = trials.play(witness, scenarios, **options)
+        done = trials.play(witness, scenarios, previews)
         rows[name] = Row(statistic, value(witness, done), promised, holds(value(witness, done)), done)
 
     def births(witness: Witness, done: Delivered) -> float:
@@ -98,34 +99,40 @@ def table(trials: Trials, tuned: Tuned, scenarios: Scenarios, mind: PolicyBundle
         play(name, Triggered(tuned.triggers[name]), statistic, "all, and some",
              lambda w, d, test=test: sum(test(w)) / max(len(w.clocks), 1), lambda v: v == 1)
     for name in LEVELS:
-        names = schedule(tuned, name, trials.family, scenarios)
-        wanted = len({*names})
-        play(name, Scripted([choices(trials.family)[c] for c in names]), "different schedules used", str(wanted),
-             lambda w, d: len({_plan(d, row) for row in range(n)}), wanted.__eq__, full=True)
-    rule = play_rule(trials, tuned, scenarios)
-    rows["best rule"] = Row("FLOPs spent on looking, in host trainings", float((rule.flops - 1).mean()), "above 0",
-                            bool((rule.flops > 1).all()), rule)
+        rows[name] = _followed(play_plans(trials, plans := schedule(tuned, name, trials.family, scenarios), scenarios), plans)
+    early = observe_early(trials.family, scenarios, tuned.preview_steps, **trials.options)
+    chosen = tuned.rule.decide(early.features.double().numpy(), conditions(trials.family, scenarios).numpy())
+    rows["best rule"] = _followed(play_rule(trials, tuned, scenarios), [tuned.choices[c] for c in chosen])
     learned = trials.play(mind, scenarios, previews=True)
-    play("shuffled", shuffled(learned.decisions, trials.family, scenarios), "scenarios with as many seeds as the controller kept",
-         "all", lambda w, d: sum(a == b for a, b in zip(kept_by_scenario(learned.decisions, n), kept_by_scenario(d.decisions, n),
-                                                        strict=True)) / n, lambda v: v == 1)
+    mine = kept_by_scenario(learned.decisions, n)
+    play("shuffled", shuffled(learned, trials.family, scenarios, trials.settled), "scenarios with as many seeds kept", "all",
+         lambda w, d: sum(map(int.__eq__, mine, kept_by_scenario(d.decisions, n))) / n, lambda v: v == 1)
     rows |= _static(trials, scenarios, learned)
     return rows
 
 
+def _followed(done: Delivered, plans: list[Plan]) -> Row:
+    """Was what the plans say grown, and nothing else?"""
+    wanted = [{(slot, seed) for slot, seed in enumerate(plan.seeds) if seed} for plan in plans]
+    grown: list[set[tuple[int, str | None]]] = [set() for _ in plans]
+    for decision in done.decisions:
+        if decision.op == "GERMINATE":
+            grown[decision.scenario].add((decision.slot, decision.blueprint))
+    share = sum(a == b for a, b in zip(wanted, grown, strict=True)) / len(plans)
+    return Row(f"scenarios in which its plan was grown ({len(set(plans))} plans)", share, "all", share == 1, done)
+
+
 def _static(trials: Trials, scenarios: Scenarios, learned: Delivered) -> dict[str, Row]:
-    epochs = (scenarios.horizon * learned.flops / (1 + learned.weight)).round().long().clamp(min=1)
-    same = trials.from_scratch(learned.blueprint, scenarios)
-    longer = trials.from_scratch(learned.blueprint, scenarios, epochs)
+    same, longer = trials.from_scratch(learned.blueprint, scenarios), trials.equal_flops(learned, scenarios)
     wide = trials.wider(learned.params, scenarios)
     off = float((longer.flops / learned.flops - 1).abs().max())
     equal = float((same.blueprint == learned.blueprint).float().mean())
     step = float(((1 + learned.weight) / scenarios.horizon / learned.flops).max())
-    short = float((learned.params - wide.params).max())
+    short = float((wide.flops[learned.params > 0] <= 1).sum())
     return {"from scratch, equal epochs": Row("slots with the controller's final seed", equal, "all", equal == 1, same),
             "from scratch, equal FLOPs": Row("largest difference in FLOPs", off, f"within half an epoch ({step / 2:.3f})",
                                              off <= step / 2 + 1e-6, longer),
-            "wider host": Row("most parameters that it lacks", short, "none", short <= 0, wide)}
+            "wider host": Row("scenarios with fossils in which it is not wider", short, "none", short == 0, wide)}
 
 
 def _evenness(done: Delivered, trials: Trials) -> float:

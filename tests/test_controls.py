@@ -1,29 +1,32 @@
 """Controls are what their names say, and no two of them are the same."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from experiments.controls_table import Row, differences, kept_by_scenario, table
+from experiments.controls_table import Row, differences, table
 
 from esper.leyline import EsperError, SeedStage
-from esper.simic.controls import Tuned, halving, shuffled
+from esper.simic.controls import Tuned, about, births, halving, shuffled
 from esper.simic.gaps import Rule, Split
-from esper.simic.sweep import choices, conditions
-from esper.simic.trials import Decision, Trials
-from esper.tamiyo import Random, TriggerConfig, Triggered, Wait
+from esper.simic.plans import Plan
+from esper.simic.sweep import conditions
+from esper.simic.trials import Decision, Delivered, Trials
+from esper.tamiyo import Planned, Random, TriggerConfig, Triggered, Wait
 from esper.tolaria import PreviewConfig
 from tests.workshop import toy_data, toy_family
 
 FAMILY = toy_family(horizons=(10, 12), prices=(0.0, 1e-4))
 TUNED = Tuned(
-    "toy", {}, {"periodic": TriggerConfig("periodic", 3, "low_rank", 2), "converged": TriggerConfig("converged", 0.2, "glu"),
-                "gap": TriggerConfig("gap", 0.0, "mlp_small", backwards=True)},
-    "low_rank @0", ["low_rank @0", "glu @1", "no growth", "norm @0+1"],
-    [["glu @0", "norm @1", "low_rank @1", "no growth", "mlp_heavy @0"]] * 4,
-    Rule((Split(0, 2.0), None, None), np.array([[1, 1, 1, 1], [1, 1, 1, 1], [2, 2, 2, 2], [2, 2, 2, 2]])),
-    list(choices(FAMILY)), 2)
+    "toy", about(FAMILY), {},
+    {"periodic": TriggerConfig("periodic", 3, "low_rank", 2), "converged": TriggerConfig("converged", 0.2, "glu"),
+     "gap": TriggerConfig("gap", 0.0, "mlp_small", backwards=True)},
+    Plan(("low_rank", None)), [Plan(("low_rank", None)), Plan((None, "glu")), Plan((None, None)), Plan(("norm", "norm"), 1)],
+    [[Plan(("glu", None)), Plan((None, "norm")), Plan((None, "low_rank")), Plan((None, None)), Plan(("mlp_heavy", "norm"))]] * 4,
+    Rule((Split(0, 2.0), None, None), np.array([[0] * 4, [0] * 4, [1] * 4, [1] * 4])),
+    [Plan(("norm", None), 2), Plan(("glu", "norm"), 2)], 2)
 N = 40
 
 
@@ -52,7 +55,7 @@ def test_no_two_controls_are_the_same(rows: dict[str, Row]) -> None:
 
 def test_a_trigger_that_cannot_fire_never_grows(trials: Trials) -> None:
     drawn = FAMILY.scenarios(N)
-    for config in (TriggerConfig("periodic", 99, "glu"), TriggerConfig("converged", -9, "glu"), TriggerConfig("gap", -99, "glu")):
+    for config in (TriggerConfig("converged", -9, "glu"), TriggerConfig("gap", -99, "glu")):
         assert trials.play(Triggered(config), drawn).decisions == []
 
 
@@ -77,25 +80,71 @@ def test_impossible_triggers_are_refused(fields: tuple) -> None:
 
 
 def test_shuffling_keeps_counts_and_moves_the_rest(trials: Trials) -> None:
+    """As many seeds in every row; times, slots and blueprints come from the same pool, in another order each."""
     drawn = FAMILY.scenarios(N)
     learned = trials.play(Random(seed=3), drawn)
-    plan = shuffled(learned.decisions, FAMILY, drawn)
-    kept = torch.tensor(kept_by_scenario(learned.decisions, N))
+    plan, own = shuffled(learned, FAMILY, drawn, trials.settled), births(learned)
+    kept = (learned.blueprint >= 0).sum(1)
     assert torch.equal((plan.birth >= 0).sum(1), kept)
-    assert int(kept.sum()) > 0
+    assert int(kept.sum()) > 10
     before, after = (sorted(d.tolist()) for d in (learned.blueprint[learned.blueprint >= 0], plan.blueprint[plan.birth >= 0]))
     assert before == after, "the same seeds"
     assert not torch.equal(torch.where(plan.birth >= 0, plan.blueprint, -1), learned.blueprint), "elsewhere"
-    other = shuffled(learned.decisions, FAMILY, drawn, seed=1)
+    times = torch.full_like(plan.birth, -1)
+    times[own[:, 0], own[:, 2]] = own[:, 1]
+    shared = (times >= 0) & (plan.birth >= 0)
+    assert bool((times != plan.birth)[shared].any()), "at other times"
+    other = shuffled(learned, FAMILY, drawn, trials.settled, seed=1)
     assert not torch.equal(other.birth, plan.birth)
+    played = trials.play(plan, drawn)
+    assert torch.equal((played.blueprint >= 0).sum(1), kept), "and all of them are kept in the end"
 
 
-def test_a_seed_pruned_and_grown_again_counts_once() -> None:
+def test_seeds_due_at_the_last_moment_are_not_kept_waiting(trials: Trials) -> None:
+    """One seed could be fossilized in the very epoch in which the other must be born."""
+    drawn = FAMILY.scenarios(N)
+    latest = drawn.horizon - trials.settled
+    for earlier in range(1, 7):
+        birth = torch.stack([(latest - earlier).clamp(min=0), latest], 1)
+        done = trials.play(Planned(birth, torch.full_like(birth, 1)), drawn)
+        assert bool((done.blueprint == 1).all()), earlier
+
+
+def test_only_the_last_birth_of_a_fossil_counts() -> None:
     life = [Decision(0, 0, "GERMINATE", 0, "norm"), Decision(0, 2, "PRUNE", 0, None), Decision(0, 4, "GERMINATE", 0, "glu"),
-            Decision(0, 9, "FOSSILIZE", 0, None)]
-    plan = shuffled(life, FAMILY, FAMILY.scenarios(1))
-    assert (plan.birth >= 0).sum() == 1
-    assert plan.birth.max() == min(4, int(FAMILY.scenarios(1).horizon) - 6)
+            Decision(0, 1, "GERMINATE", 1, "norm"), Decision(0, 9, "FOSSILIZE", 0, None)]
+    nothing = torch.zeros(1)
+    done = Delivered(nothing, nothing, nothing, nothing, torch.tensor([[3, -1]]), nothing, life)
+    assert births(done).tolist() == [[0, 4, 0, 3]]
+
+
+def test_scores_come_from_the_samples_that_were_held_out() -> None:
+    """Labels that are all wrong make every score another one; the validation slice is not what is scored."""
+    data, drawn = toy_data(inputs=FAMILY.host.inputs), FAMILY.scenarios(N)
+    right, wrong = ((data.validation_x, label) for label in (data.validation_y, (data.validation_y + 5) % 10))
+    scores = [Trials(FAMILY, held=held, data=data).play(Wait(), drawn).score for held in (right, wrong)]
+    assert float(scores[0].mean()) > 0.5
+    assert float(scores[1].mean()) < 0.1
+
+
+def test_flops_have_a_price(trials: Trials) -> None:
+    dear = dataclasses.replace(FAMILY, flop_prices=(0.1,))
+    arms = Trials(dear, PreviewConfig(4, 2), data=toy_data(inputs=FAMILY.host.inputs))
+    drawn = dear.scenarios(N)
+    done, bare = arms.play(Random(seed=3), drawn), arms.play(Wait(), drawn)
+    torch.testing.assert_close(done.utility, done.score - drawn.price * done.params - 0.1 * (done.flops - 1))
+    assert torch.equal(bare.utility, bare.score)
+    looked = arms.play(Wait(), drawn, previews=True)
+    assert bool((looked.utility < bare.utility).all()), "looking at candidates is paid for"
+
+
+def test_equal_flops_are_equal_flops(trials: Trials) -> None:
+    drawn = FAMILY.scenarios(N)
+    grown = trials.play(Random(seed=3), drawn, previews=True)
+    again = trials.equal_flops(grown, drawn)
+    assert torch.equal(again.blueprint, grown.blueprint)
+    assert float((again.flops - grown.flops).abs().max()) <= float(((1 + grown.weight) / drawn.horizon).max()) / 2 + 1e-5
+    assert bool((again.flops > 1.05 * trials.from_scratch(grown.blueprint, drawn).flops).any())
 
 
 def test_topologies_from_scratch_start_untrained_and_cost_what_they_should(trials: Trials) -> None:
@@ -114,15 +163,16 @@ def test_topologies_from_scratch_start_untrained_and_cost_what_they_should(trial
     torch.testing.assert_close(same.score - drawn.price * same.params, same.utility)
 
 
-def test_wider_hosts_are_as_narrow_as_may_be(trials: Trials) -> None:
+def test_wider_hosts_are_as_narrow_as_may_be_and_cost_what_was_grown(trials: Trials) -> None:
     drawn, needed = FAMILY.scenarios(N), torch.tensor([0, 1, 300, 900] * (N // 4))
-    wide = trials.wider(needed, drawn)
-    assert bool((wide.params >= needed).all())
-    assert bool((wide.params[needed == 0] == 0).all())
-    assert bool((wide.flops[needed > 0] > 1).all())
-    bare = trials.play(Wait(), drawn)
+    wide, bare = trials.wider(needed, drawn), trials.play(Wait(), drawn)
+    assert torch.equal(wide.params, needed)
+    torch.testing.assert_close(wide.utility, wide.score - drawn.price * needed)
     assert torch.equal(wide.score[needed == 0], bare.score[needed == 0])
-    torch.testing.assert_close(wide.utility, wide.score - drawn.price * wide.params)
+    flops = [wide.flops[needed == asked].unique() for asked in (0, 1, 300, 900)]
+    assert all(len(each) == 1 for each in flops)
+    assert 1 == float(flops[0]) < float(flops[1]) <= float(flops[2]) < float(flops[3])
+    assert bool(trials.wider(torch.full((N,), 10**7), drawn).utility.isnan().all()), "no host is that wide"
 
 
 def test_halving_finds_the_best_and_spends_its_budget() -> None:

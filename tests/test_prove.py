@@ -23,8 +23,9 @@ from esper.simic.gaps import Rule, Split
 from esper.simic.plans import played
 from esper.simic.prove import Mind, Proof, ProofConfig, prove
 from esper.simic.sweep import conditions
-from esper.simic.trials import Trials
+from esper.simic.trials import Delivered, Trials
 from esper.tamiyo import PolicyBundle, Random, Triggered, Wait
+from esper.tolaria import Scenarios
 
 EPISODES = 400
 
@@ -72,6 +73,12 @@ def test_a_planted_policy_passes(tuned: Tuned, tmp_path: Path) -> None:
                             "a.controller = 'gardener 1' AND b.arm = 'random' ORDER BY scenario")
     claim = next(c for c in proof.claims if (c.controller, c.control) == ("gardener 1", "random"))
     assert claim.difference == pytest.approx(sum(d[0] for d in difference) / 320, abs=1e-6)
+    mean = dict(read(path, "SELECT arm, gain FROM summary WHERE controller = 'pooled'"))
+    assert mean["oracle"] == pytest.approx(truth, abs=1e-6)
+    assert mean["oracle"] > mean["best per visible condition"] >= mean["best fixed"] > mean["random"]
+    flops = dict(read(path, "SELECT arm, flops FROM summary WHERE controller = 'gardener 0'"))
+    late, early = (abs(flops[f"from scratch, equal {what}"] - flops["learned"]) for what in ("FLOPs", "epochs"))
+    assert late < early / 3
     born = "SELECT count(*) FROM decision WHERE arm = 'learned' AND controller = 'gardener 0' AND op = 'GERMINATE'"
     assert read(path, born)[0][0] > 100
 
@@ -131,6 +138,21 @@ def test_triggers_are_tuned(tuned: Tuned) -> None:
         mine, other = (arms.play(Triggered(c), drawn).utility.mean() for c in (config, first))
         assert float(mine) > float(other) + 0.005, name
         assert tuned.episodes[name] >= EPISODES
+
+
+def test_who_looks_at_previews_is_shown_them(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller and the heuristic; nobody else pays for them."""
+    shown: dict[str, set[bool]] = {}
+    real = Trials.play
+
+    def play(self: Trials, policy: PolicyBundle, drawn: Scenarios, previews: bool = False) -> Delivered:
+        shown.setdefault(type(policy).__name__, set()).add(previews)
+        return real(self, policy, drawn)
+
+    monkeypatch.setattr(Trials, "play", play)
+    prove(FAMILY, [Mind("m", lambda spec: Gardener(Orchard(FAMILY, 1)), EPISODES)], tuned, ProofConfig(scenarios=8, pilot=4))
+    assert shown == {"Gardener": {True}, "Heuristic": {True}, "Wait": {False}, "Random": {False}, "Triggered": {False},
+                     "Planned": {False}}
 
 
 def test_controls_without_enough_episodes_are_refused(tuned: Tuned) -> None:
@@ -195,7 +217,7 @@ def test_the_command_writes_a_verdict_and_a_report(tmp_path: Path, capsys: pytes
 
     monkeypatch.setitem(families.FAMILIES, "orchard", FAMILY)
     out = tmp_path / "proof"
-    assert main(["prove", "--minds", "wait", "random", "heuristic", "--family", "orchard", "--episodes", "60", "--rows", "64",
+    assert main(["prove", "--minds", "wait", "random", "heuristic", "--family", "orchard", "--episodes", "60", "--rows", "256",
                  "--scenarios", "48", "--pilot", "8", "--out", str(out), "--commit", "abc"]) == 0
     said = capsys.readouterr().out
     assert "fails: " in said
