@@ -1,37 +1,48 @@
 """`esper prove`: do trained controllers beat every control on scenarios and samples that nothing was chosen with?"""
 
+import contextlib
 import datetime
 import json
 import math
+import os
 import platform
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from esper import __version__
 from esper.bench import check_device
 from esper.karn import write_report
-from esper.leyline import ActionSpec, EsperError
-from esper.nissa import Store, read
+from esper.karn.report import cost_of, rows_of
+from esper.leyline import EsperError
+from esper.leyline.storage import whole
+from esper.nissa import Store
+from esper.runs import STORE, make_folder, stored, trained
 from esper.simic.controls import Tuned, tune
 from esper.simic.court import Claim
-from esper.simic.prove import Mind, Proof, ProofConfig, prove
-from esper.simic.training import CHECKPOINT
-from esper.tamiyo import POLICIES, Learned, PolicyBundle
-from esper.tolaria import PreviewConfig, find_family
+from esper.simic.prove import POOLED, SHARED, Mind, Proof, ProofConfig, prove
+from esper.simic.training import TrainConfig
+from esper.tamiyo import POLICIES, Learned
+from esper.tolaria import Family, PreviewConfig, find_family
 
+PROOF = "proof.json"
 PLAIN = ("wait", "random", "heuristic")
 """Policies that can be put before the court by name, to see it refuse them."""
+EFFECTS = (1e-6, 1.0)
+"""Differences in score that can be asked for."""
 
 
 @dataclass(frozen=True)
 class Prove:
-    """Put trained controllers before the court: tune the controls, play all arms, judge, write a report.
+    """Put trained controllers before the court: tune, play all arms, judge, report.
 
     Example: esper prove --minds runs/first runs/second runs/third --out proof
     """
@@ -55,90 +66,142 @@ class Prove:
     device: str = "cpu"
     """cpu, or cuda."""
     commit: str = ""
-    """Noted in the result."""
+    """Noted in the result; by default that of the working directory."""
 
     def __post_init__(self) -> None:
         if not self.minds:
             raise EsperError("name at least one run with --minds")
         if self.rows < 1 or self.episodes < 0:
             raise EsperError("--rows must be at least 1, --episodes at least 0")
-        if self.out.exists() and not self.out.is_dir():
-            raise EsperError(f"--out {self.out} is a file; name a folder")
-        if (self.out / "proof.json").exists():
+        if not EFFECTS[0] <= self.effect <= EFFECTS[1]:  # nor if it is no number
+            raise EsperError(f"--effect is {self.effect}; it must lie between {EFFECTS[0]:g} and {EFFECTS[1]:g}")
+        ProofConfig(self.scenarios, self.pilot, self.effect)
+        if os.path.lexists(self.out / PROOF):
             raise EsperError(f"--out {self.out} already holds a proof; choose another folder")
         check_device(self.device)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Who is put before the court."""
+    """Who is put before the court; a policy that was not trained comes from no folder."""
 
     mind: Mind
-    family: str | None
-    previews: PreviewConfig | None
-    run: Path | None
+    folder: Path | None = None
+    family: str | None = None
+    previews: PreviewConfig | None = None
+    digest: str = ""
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    """Of its training, by column of the table `round`."""
 
 
 def candidate(name: str, device: str) -> Candidate:
+    """Loaded and checked as far as it can be without playing."""
     if name in PLAIN:
-        return Candidate(Mind(name, lambda spec: POLICIES[name](), 0), None, None, None)
+        return Candidate(Mind(name, lambda spec: POLICIES[name](), 0))
     folder = Path(name)
-    try:
-        about = json.loads((folder / "run.json").read_text())
-        family, every, steps = about["family"], about["config"]["preview_every"], about["config"]["preview_steps"]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise EsperError(f"--minds {name} is neither the folder of a run nor one of {', '.join(PLAIN)}: {error}") from error
-    episodes = read(folder / "run.db", "SELECT ifnull(sum(episodes), 0) FROM round")[0][0]
+    found = stored(folder)
+    if found is None:
+        raise EsperError(f"--minds {name} is neither the folder of a run nor one of {', '.join(PLAIN)}")
+    (family, config), called = found, folder.resolve().name
+    if called in (POOLED, SHARED):
+        raise EsperError(f"--minds {name} cannot be called {called}, which stands for all of them; rename its folder")
+    known, cost = trained(folder, config, device), cost_of(folder / STORE)
+    if cost["round"] < config.rounds or not cost["episodes"]:
+        raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and of {cost['episodes'] or 0} "
+                         "episodes; put back the whole one")
+    mind = Mind(called, lambda spec: Learned(known.controller.bound_to(spec), greedy=True), cost["episodes"])
+    previews = PreviewConfig(config.preview_every, config.preview_steps) if config.preview_every else None
+    return Candidate(mind, folder, family.name, previews, known.digest, cost)
 
-    def make(spec: ActionSpec) -> PolicyBundle:
-        return Learned.load(folder / CHECKPOINT, spec, device, greedy=True)
 
-    return Candidate(Mind(folder.name, make, episodes), family, PreviewConfig(every, steps) if every else None, folder / "run.db")
+def settled(candidates: Sequence[Candidate], family: str | None) -> tuple[Family, PreviewConfig | None]:
+    """What all of them were trained for, and with which previews; whoever cannot be judged beside the others is refused."""
+    names, seen = [c.mind.name for c in candidates], dict[str, str]()
+    if len(set(names)) < len(names):
+        raise EsperError(f"--minds must have different names; these are {', '.join(names)}")
+    for one in candidates:
+        if one.digest and seen.setdefault(one.digest, one.mind.name) != one.mind.name:
+            raise EsperError(f"--minds {seen[one.digest]} and {one.mind.name} are the same controller; "
+                             "train it with another --seed")
+    families = sorted({c.family for c in candidates if c.family} | ({family} if family else set()))
+    if len(families) != 1:
+        raise EsperError("--minds must be of one family; "
+                         f"found {', '.join(families) or 'no family, so name one with --family'}")
+    previews = {c.previews for c in candidates if c.folder}
+    if len(previews) > 1:
+        raise EsperError(f"--minds must have been trained with the same previews; found {', '.join(sorted(map(str, previews)))}")
+    return find_family(families[0]), previews.pop() if previews else PreviewConfig()
 
 
 def run(options: Prove, console: Console) -> None:
     candidates = [candidate(name, options.device) for name in options.minds]
-    names = [c.mind.name for c in candidates]
-    if len(set(names)) < len(names):
-        raise EsperError(f"--minds must have different names; these are {', '.join(names)}")
-    families = {c.family for c in candidates if c.family} | ({options.family} if options.family else set())
-    previews = {c.previews for c in candidates if c.run}
-    if len(families) != 1 or len(previews) > 1:
-        raise EsperError("--minds must be of one family with the same previews; "
-                         f"found {', '.join(sorted(families)) or 'no family, so name one with --family'}")
-    family = find_family(families.pop())
-    options.out.mkdir(parents=True, exist_ok=True)
-    say = _speaker(console)
-    tuned = _tuned(options, family, max(options.episodes, *(c.mind.episodes for c in candidates), 1), say)
-    store_path = options.out / "proof.db"
-    for old in options.out.glob("proof.db*"):
-        old.unlink()  # of a proof that did not end
-    store = Store(store_path)
-    config = ProofConfig(options.scenarios, options.pilot, options.effect, previews.pop() if previews else PreviewConfig())
-    proof = prove(family, [c.mind for c in candidates], tuned, config, store, say, device=options.device)
-    store.close()
-    facts = _facts(options, family.name, proof)
-    write_report(store_path, {c.mind.name: c.run for c in candidates if c.run}, facts, options.out / "report.html")
-    claims = [{name: None if value != value else value for name, value in asdict(claim).items()} for claim in proof.claims]
-    (options.out / "proof.json").write_text(json.dumps(facts | {"claims": claims}, indent=1) + "\n")
+    family, previews = settled(candidates, options.family)
+    spec = TrainConfig(device=options.device).environment(family, 1, previews=False).spec
+    for one in candidates:
+        one.mind.make(spec)  # who cannot act there is refused before anything is tuned
+    make_folder(options.out)
+    path, say = options.out / "proof.db", _speaker(console)
+    with contextlib.closing(_empty(path)) as store:
+        tuned = _tuned(options, family, max(options.episodes, *(c.mind.episodes for c in candidates), 1), say)
+        config = ProofConfig(options.scenarios, options.pilot, options.effect, previews)
+        proof = prove(family, [c.mind for c in candidates], tuned, config, store, say, device=options.device)
     console.print(_table(proof))
-    console.print(f"{proof.verdict}: {proof.reason}")
-    console.print(f"the report: {options.out / 'report.html'}; every figure: {options.out / 'proof.json'}")
+    console.print(f"{proof.verdict}: {proof.reason}", markup=False)
+    facts = _facts(options, family.name, proof)
+    write_report(path, {c.mind.name: c.folder / STORE for c in candidates if c.folder}, facts, options.out / "report.html")
+    _write(options.out / PROOF, facts | {"controllers": {c.mind.name: _about(c) for c in candidates},
+                                         "summary": rows_of(path, "summary"), "claims": [asdict(c) for c in proof.claims]})
+    console.print(f"the report: {options.out / 'report.html'}; every figure: {options.out / PROOF}", markup=False)
+
+
+def _empty(path: Path) -> Store:
+    """A new store, opened before anything is played: a folder that cannot be written is found out now."""
+    try:
+        for old in path.parent.glob(f"{path.name}*"):
+            old.unlink()  # of a proof that did not end
+    except OSError as error:
+        raise EsperError(f"cannot remove what an earlier proof left: {error}; choose another --out") from error
+    return Store(path)
+
+
+def _about(one: Candidate) -> dict[str, Any]:
+    """Where a controller comes from, and what it cost; previews and examinations are not counted in host-epochs."""
+    names = {"round": "rounds", "episodes": "episodes", "host_epochs": "host_epochs", "seconds": "seconds"}
+    return {"run": one.folder and str(one.folder), "sha256": one.digest or None,
+            **{said: one.cost.get(name, 0) for name, said in names.items()}}
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    with whole(path) as temporary:
+        temporary.write_text(json.dumps(_finite(result), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """What was not measured is null: JSON has no other word for it."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _speaker(console: Console) -> Callable[[str], object]:
     """What is being played: one line that changes, or nothing off a terminal."""
     if not console.is_terminal:
         return lambda what: None
-    return lambda what: console.print(f"[dim]{what[:70]:<70}[/dim]", end="\r")
+    return lambda what: console.print(f"[dim]{escape(f'{what[:70]:<70}')}[/dim]", end="\r")
 
 
-def _tuned(options: Prove, family: Any, episodes: int, say: Callable[[str], object]) -> Tuned:
+def _tuned(options: Prove, family: Family, episodes: int, say: Callable[[str], object]) -> Tuned:
     """Controls that were tuned in this folder before, if they had enough episodes; else new ones."""
     path = options.out / "controls.json"
     if path.exists():
         tuned = Tuned.load(path)
-        if tuned.family == family.name and min(tuned.episodes.values()) >= episodes:
+        try:
+            enough = min(tuned.episodes.values()) >= episodes
+        except (AttributeError, TypeError, ValueError) as error:
+            raise EsperError(f"cannot read tuned controls from {path}: {error}; remove it to tune again") from error
+        if tuned.family == family.name and enough:
             return tuned
     tuned = tune(family, episodes, options.rows, watch=lambda what, done, total: say(f"tuning {what}: {done} of {total}"),
                  device=options.device)
@@ -150,8 +213,18 @@ def _facts(options: Prove, family: str, proof: Proof) -> dict[str, Any]:
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
     hardware = torch.cuda.get_device_name() if options.device != "cpu" else threads
     return {"family": family, "verdict": proof.verdict, "reason": proof.reason, "scenarios": options.scenarios,
-            "pilot": options.pilot, "effect": options.effect, "date": datetime.date.today().isoformat(), "commit": options.commit,
-            "command": " ".join(["esper", *sys.argv[1:]]), "hardware": hardware, "torch": torch.__version__}
+            "pilot": options.pilot, "effect": options.effect, "date": datetime.date.today().isoformat(),
+            "commit": options.commit or _commit(), "version": __version__, "command": " ".join(["esper", *sys.argv[1:]]),
+            "hardware": hardware, "torch": torch.__version__}
+
+
+def _commit() -> str:
+    """Of the working directory; empty where there is none, or no git."""
+    try:
+        told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return told.stdout.strip()
 
 
 def _table(proof: Proof) -> Table:

@@ -1,11 +1,12 @@
 """`esper train`: a controller learns; everything about the run lies in one folder."""
 
 import json
+import os
 import platform
 import signal
 import sys
 import tomllib
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from rich.live import Live
 from esper.bench import check_device
 from esper.karn import panel, summary
 from esper.leyline import EsperError
-from esper.leyline.storage import plain, whole
+from esper.leyline.storage import whole
 from esper.nissa import Store
-from esper.simic.training import TrainConfig, Training
+from esper.runs import DESCRIPTION, STORE, changed, described, make_folder, stored
+from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.tamiyo import Heuristic, Learned
 from esper.tolaria import Family, find_family
 
@@ -30,7 +32,6 @@ PRESETS: dict[str, dict[str, Any]] = {
             "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0), "minibatches": 8}},
 }
 """name -> what differs from the defaults of `TrainConfig`."""
-DESCRIPTION = "run.json"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def resolved(options: Train, stored: TrainConfig | None = None) -> TrainConfig:
     if options.config is not None:
         try:
             config = changed(config, tomllib.loads(options.config.read_text()), str(options.config))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:  # bytes that are no text, text that is no TOML
             raise EsperError(f"cannot read --config {options.config}: {error}") from error
     given = {name: getattr(options, name) for name in ("rounds", "rows", "seed", "device")}
     config = changed(config, {name: value for name, value in given.items() if value is not None}, "command line")
@@ -81,37 +82,9 @@ def resolved(options: Train, stored: TrainConfig | None = None) -> TrainConfig:
     return config
 
 
-def changed(config: Any, keys: Any, source: str) -> Any:
-    """A frozen config with some keys changed; unknown ones and other types are refused."""
-    if not isinstance(keys, dict):
-        raise EsperError(f"{source} is {keys!r}; expected a table of keys")
-    known = {f.name: getattr(config, f.name) for f in fields(config)}
-    if unknown := sorted(set(keys) - set(known)):
-        raise EsperError(f"{source} has no use for {', '.join(unknown)}; there are {', '.join(known)}")
-    values = {}
-    for name, value in keys.items():
-        if is_dataclass(known[name]):
-            values[name] = changed(known[name], value, f"{source}, [{name}]")
-            continue
-        values[name] = _alike(known[name], value)
-        if values[name] is None:
-            raise EsperError(f"{source}: {name} is {value!r}; expected something like {known[name]!r}")
-    return replace(config, **values)
-
-
-def _alike(known: Any, value: Any) -> Any:
-    """The value in the type of a known one: lists are tuples, whole numbers may be floats; None if it is something else."""
-    if isinstance(known, tuple) and isinstance(value, (list, tuple)) and len(value) == len(known):
-        parts = tuple(map(_alike, known, value))
-        return None if None in parts else parts
-    if isinstance(known, float) and type(value) is int:
-        return float(value)
-    return value if type(value) is type(known) else None
-
-
 def run(options: Train, console: Console) -> None:
     folder, (family, config) = options.out, resumed(options) if options.resume else begun(options)
-    store = Store(folder / "run.db")
+    store = Store(folder / STORE)
     training = Training(family, config, folder, store)
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
@@ -122,11 +95,12 @@ def run(options: Train, console: Console) -> None:
         signal.signal(signal.SIGINT, before)
     if training.agent.updates < config.rounds:
         store.close()
-        console.print(f"stopped after round {training.agent.updates}; go on with: esper train --out {folder} --resume")
+        console.print(f"stopped after round {training.agent.updates}; go on with: esper train --out {folder} --resume",
+                      markup=False)
         return
     _conclude(training, console)
     store.close()
-    console.print(f"the controller: {folder / 'agent.safetensors'}; everything measured: {folder / 'run.db'}")
+    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}", markup=False)
 
 
 class _Lines:
@@ -140,7 +114,7 @@ class _Lines:
 
 
 def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> None:
-    state = summary(folder / "run.db", rounds)
+    state = summary(folder / STORE, rounds)
     assert state is not None
     if live is None:
         console.print(state.line())
@@ -151,51 +125,28 @@ def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> Non
 def begun(options: Train) -> tuple[Family, TrainConfig]:
     """A new run: its folder is made and described."""
     folder, family, config = options.out, find_family(options.family or "mlp"), resolved(options)
-    if (folder / DESCRIPTION).exists():
+    if os.path.lexists(folder / DESCRIPTION):
         raise EsperError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another folder")
-    if folder.exists() and not folder.is_dir():
-        raise EsperError(f"--out {folder} is a file; name a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EsperError(f"cannot make --out {folder}: {error}; choose another folder") from error
+    make_folder(folder)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "precision": "float32",
                 "threads": torch.get_num_threads(), "command": " ".join(["esper", *sys.argv[1:]])}
     with whole(folder / DESCRIPTION) as temporary:
-        temporary.write_text(json.dumps({"family": family.name, "config": _described(config)} | versions, indent=1) + "\n")
+        temporary.write_text(json.dumps({"family": family.name, "config": described(config)} | versions, indent=1) + "\n")
     return family, config
 
 
 def resumed(options: Train) -> tuple[Family, TrainConfig]:
     """The run of a folder as it was begun; options that say otherwise are refused."""
-    family, config = _stored(options.out)
+    found = stored(options.out)
+    if found is None:
+        raise EsperError(f"--out {options.out} holds no run to resume")
+    family, config = found
     check_device(config.device)
     same = {"family": options.family in (None, family.name), "config": resolved(options, config) == config}
     if different := [name for name, equal in same.items() if not equal]:
         raise EsperError(f"the run in {options.out} has another {' and '.join(different)}; resume it with its own options, "
                          "or with none")
     return family, config
-
-
-def _stored(folder: Path) -> tuple[Family, TrainConfig]:
-    path = folder / DESCRIPTION
-    if not path.exists():
-        raise EsperError(f"--out {folder} holds no run to resume")
-    try:
-        told = json.loads(path.read_text())
-        if not isinstance(told, dict) or not isinstance(told.get("family"), str) or "config" not in told:
-            raise EsperError("it does not name a family and a config")
-        family, config = find_family(told["family"]), changed(TrainConfig(), told["config"], "config")
-        if _described(config) != told["config"]:
-            raise EsperError("its config is not complete")
-    except (OSError, ValueError, EsperError) as error:
-        raise EsperError(f"{path} is damaged: {error}; put back a whole one, or begin a new run in another folder") from error
-    return family, config
-
-
-def _described(config: TrainConfig) -> Any:
-    """As it reads in a file, in which tuples are lists."""
-    return json.loads(json.dumps(plain(config)))
 
 
 def _conclude(training: Training, console: Console) -> None:
