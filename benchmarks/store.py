@@ -1,0 +1,121 @@
+"""Measures what the run store costs while a run writes it, and writes the figures to benchmarks/results/.
+
+    python benchmarks/store.py
+
+Rounds of 256 environments and 30 epochs with one transaction per epoch, as `Training` writes them, but as fast as it goes;
+meanwhile another process asks again and again how the run is doing.
+"""
+
+import multiprocessing
+import os
+import platform
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esper.karn import summary
+from esper.leyline import LifecycleOp
+from esper.nissa import TABLES, Store
+
+if __package__:
+    from benchmarks.population import publisher
+else:
+    from population import publisher
+
+ROWS, EPOCHS, ROUNDS = 256, 30, 10
+PAUSE = 0.01
+"""Seconds between two questions of the reader."""
+LINES = {"commit_ms": 5.0, "bytes_per_environment_epoch": 1024.0, "query_ms": 50.0}
+"""figure -> what it must stay below."""
+
+
+def columns(rows: int, round: int, epoch: int) -> dict[str, object]:
+    """A full epoch of random facts, a tenth of the environments doing something."""
+    ops = [list(LifecycleOp)[op].name for op in (torch.rand(rows) < 0.1) * torch.randint(1, len(LifecycleOp), (rows,))]
+    reward = {f"reward_{name}": torch.randn(rows) / 10 for name in ("gain", "size", "compute")}
+    none = torch.zeros(rows, dtype=torch.int64)
+    return {"round": round, "epoch": epoch, "row": torch.arange(rows), "scenario": torch.randint(2**60, (rows,)), "op": ops,
+            "slot": [None if op == "WAIT" else 1 for op in ops],
+            "blueprint": ["low_rank" if op == "GERMINATE" else None for op in ops], "reward": sum(reward.values()), **reward,
+            "score": torch.rand(rows), "twin": torch.rand(rows), "loss": torch.rand(rows), "accuracy": torch.rand(rows),
+            "train_loss": torch.rand(rows), "params": torch.randint(2000, (rows,)), "spent": torch.rand(rows), "rolled_back": none > 0, "done": none > 0}
+
+
+def write_epoch(store: Store, round: int, epoch: int) -> None:
+    """As `Recorded` does: every environment's step, and the moves of some seeds."""
+    store.write("step", columns(ROWS, round, epoch))
+    moved = torch.randperm(ROWS)[: ROWS // 8]
+    store.write("move", {"round": round, "epoch": epoch, "row": moved, "slot": 1, "source": "TRAINING", "target": "BLENDING"})
+
+
+def write_round(store: Store, round: int) -> None:
+    """As `Training` does behind an update."""
+    numbers = {name: 0.5 for name, metric in TABLES["round"].items() if metric.kind == "REAL"}
+    store.write("round", numbers | {"round": round, "seconds": 60.0, "host_epochs": 2 * ROWS * EPOCHS, "episodes": ROWS})
+    store.write("head", {"round": round, "head": ["op", "slot", "blueprint"], "entropy": 0.5, "grad_norm": 0.1, "learnable": 0.5})
+    store.write("exam", {"round": round, "policy": "learned", "scenario": torch.arange(128), "utility": torch.rand(128)})
+
+
+def watch(path: Path, pipe: Connection) -> None:
+    """In another process: seconds of every question until it is told to stop, sent back."""
+    seconds = []
+    pipe.send("ready")
+    while not pipe.poll(PAUSE):
+        seconds.append(timed(lambda: summary(path, ROUNDS)))
+    pipe.send(seconds)
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def measure(path: Path) -> dict[str, Any]:
+    store, seconds = Store(path), {"prepare": [], "commit": []}
+    write_round(store, 0)  # there is something to ask for
+    store.commit()
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    reader = context.Process(target=watch, args=(path, its))
+    reader.start()
+    assert mine.recv() == "ready"
+    for round in range(ROUNDS):
+        for epoch in range(1, EPOCHS + 1):
+            seconds["prepare"].append(timed(lambda r=round, e=epoch: write_epoch(store, r, e)))
+            seconds["commit"].append(timed(store.commit))
+        write_round(store, round)
+        store.commit()
+    mine.send("stop")
+    queries = mine.recv()
+    reader.join()
+    store.close()
+    found = {"commit_ms": 1000 * statistics.median(seconds["commit"]), "query_ms": 1000 * statistics.median(queries),
+             "bytes_per_environment_epoch": path.stat().st_size / (ROWS * EPOCHS * ROUNDS)}
+    slow = {f"{name}_ms_95th": 1000 * statistics.quantiles(values, n=20)[-1]
+            for name, values in (("commit", seconds["commit"]), ("query", queries))}
+    return found | slow | {"prepare_ms": 1000 * statistics.median(seconds["prepare"]), "queries": len(queries),
+                           "held": all(found[name] < line for name, line in LINES.items())}
+
+
+def main() -> None:
+    publish = publisher(__doc__)
+    torch.manual_seed(0)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(Path(folder) / "run.db")
+    about = {"bench": "store", "environments": ROWS, "epochs": EPOCHS, "rounds": ROUNDS, "lines": LINES, "load_before": load,
+             "python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
+    publish("store", "cpu", about | result)
+    print(result, flush=True)
+
+
+if __name__ == "__main__":
+    main()
