@@ -45,7 +45,8 @@ def columns(rows: int, round: int, epoch: int) -> dict[str, object]:
             "slot": [None if op == "WAIT" else 1 for op in ops],
             "blueprint": ["low_rank" if op == "GERMINATE" else None for op in ops], "reward": sum(reward.values()), **reward,
             "score": torch.rand(rows), "twin": torch.rand(rows), "loss": torch.rand(rows), "accuracy": torch.rand(rows),
-            "train_loss": torch.rand(rows), "params": torch.randint(2000, (rows,)), "spent": torch.rand(rows), "rolled_back": none > 0, "done": none > 0}
+            "train_loss": torch.rand(rows), "params": torch.randint(2000, (rows,)), "spent": torch.rand(rows),
+            "rolled_back": none > 0, "done": none > 0}
 
 
 def write_epoch(store: Store, round: int, epoch: int) -> None:
