@@ -26,7 +26,7 @@ from esper.leyline import EsperError
 from esper.leyline.storage import whole
 from esper.nissa import Store
 from esper.runs import STORE, make_folder, stored, trained
-from esper.simic.controls import Tuned, tune
+from esper.simic.controls import Tuned, about, tune
 from esper.simic.court import Claim
 from esper.simic.prove import POOLED, SHARED, Mind, Proof, ProofConfig, prove
 from esper.simic.training import TrainConfig
@@ -201,7 +201,7 @@ def _tuned(options: Prove, family: Family, episodes: int, say: Callable[[str], o
             enough = min(tuned.episodes.values()) >= episodes
         except (AttributeError, TypeError, ValueError) as error:
             raise EsperError(f"cannot read tuned controls from {path}: {error}; remove it to tune again") from error
-        if tuned.family == family.name and enough:
+        if tuned.about == about(family) and enough:
             return tuned
     tuned = tune(family, episodes, options.rows, watch=lambda what, done, total: say(f"tuning {what}: {done} of {total}"),
                  device=options.device)

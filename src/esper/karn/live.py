@@ -24,8 +24,8 @@ class Summary:
     left: float
     """Seconds to go at that rate."""
     utility: float
-    interval: float
-    """Half the width of its 95 % interval."""
+    interval: float | None
+    """Half the width of its 95 % interval, if it was measured."""
     exam: float | None
     ops: dict[str, float]
     entropies: dict[str, float]
@@ -35,7 +35,8 @@ class Summary:
     def line(self) -> str:
         exam = "" if self.exam is None else f"  exam {self.exam:+.2f}"
         trouble = f"  ! {', '.join(self.anomalies)}" if self.anomalies else ""
-        return (f"round {self.rounds}/{self.planned}  utility {self.utility:+.2f} ± {self.interval:.2f}{exam}  "
+        doubt = "" if self.interval is None else f" ± {self.interval:.2f}"
+        return (f"round {self.rounds}/{self.planned}  utility {self.utility:+.2f}{doubt}{exam}  "
                 f"{self.rate:,.0f} host-epochs/s  {self.left / 60:.0f} min left{trouble}")
 
 
@@ -53,7 +54,7 @@ def summary(path: Path, planned: int) -> Summary | None:
     entropies = dict(read(path, "SELECT head, entropy FROM head WHERE round = ?", last))
     open_now = read(path, "SELECT kind || ' ' || place FROM anomaly WHERE round = ?", last)
     return Summary(last + 1, planned, epochs / max(seconds, 1e-9), (planned - last - 1) * seconds / len(rows), 100 * rows[0][3],
-                   196 * (rows[0][4] or 0.0), exam, {op: count / total for op, count in ops}, entropies,
+                   None if rows[0][4] is None else 196 * rows[0][4], exam, {op: count / total for op, count in ops}, entropies,
                    {stage: moves.get(stage, 0) for stage in FUNNEL}, [row[0] for row in open_now])
 
 
