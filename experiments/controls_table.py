@@ -99,10 +99,12 @@ def table(trials: Trials, tuned: Tuned, scenarios: Scenarios, mind: PolicyBundle
         play(name, Triggered(tuned.triggers[name]), statistic, "all, and some",
              lambda w, d, test=test: sum(test(w)) / max(len(w.clocks), 1), lambda v: v == 1)
     for name in LEVELS:
-        rows[name] = _followed(play_plans(trials, plans := schedule(tuned, name, trials.family, scenarios), scenarios), plans)
+        plans = schedule(tuned, name, trials.family, scenarios)
+        rows[name] = _followed(trials, play_plans(trials, plans, scenarios), plans, scenarios)
     early = observe_early(trials.family, scenarios, tuned.preview_steps, **trials.options)
     chosen = tuned.rule.decide(early.features.double().numpy(), conditions(trials.family, scenarios).numpy())
-    rows["best rule"] = _followed(play_rule(trials, tuned, scenarios), [tuned.choices[c] for c in chosen])
+    plans = [tuned.choices[c] for c in chosen]
+    rows["best rule"] = _followed(trials, play_rule(trials, tuned, scenarios), plans, scenarios)
     learned = trials.play(mind, scenarios, previews=True)
     mine = kept_by_scenario(learned.decisions, n)
     play("shuffled", shuffled(learned, trials.family, scenarios, trials.settled), "scenarios with as many seeds kept", "all",
@@ -111,9 +113,12 @@ def table(trials: Trials, tuned: Tuned, scenarios: Scenarios, mind: PolicyBundle
     return rows
 
 
-def _followed(done: Delivered, plans: list[Plan]) -> Row:
-    """Was what the plans say grown, and nothing else?"""
-    wanted = [{(slot, seed) for slot, seed in enumerate(plan.seeds) if seed} for plan in plans]
+def _followed(trials: Trials, done: Delivered, plans: list[Plan], scenarios: Scenarios) -> Row:
+    """Was grown what the plans say, as far as there is time for it, and nothing else?"""
+    wanted = []
+    for plan, horizon in zip(plans, scenarios.horizon.tolist(), strict=True):
+        seeds = [(slot, seed) for slot, seed in enumerate(plan.seeds) if seed]
+        wanted.append({seed for turn, seed in enumerate(seeds) if plan.start + turn <= horizon - trials.settled})
     grown: list[set[tuple[int, str | None]]] = [set() for _ in plans]
     for decision in done.decisions:
         if decision.op == "GERMINATE":

@@ -25,7 +25,8 @@ from esper.tamiyo import Heuristic, Learned
 from esper.tolaria import Family, find_family
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"rounds": 8, "rows": 16, "exam_every": 8, "exam_rows": 16, "preview_every": 0},
+    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32, "preview_every": 0,
+              "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0)}},
     "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128, "preview_every": 3,
             "preview_steps": 15, "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0)}},
     "gpu": {"rounds": 16, "rows": 512, "scenarios": 2048, "exam_every": 8, "exam_rows": 256, "preview_every": 4, "device": "cuda",
