@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from esper.nissa.registry import glossary
+from esper.nissa.glossary import glossary
 from esper.simic.court import BEATEN, MATCHED
 from esper.simic.metrics import METRICS
 from esper.tamiyo import TRIGGERS
