@@ -1,7 +1,6 @@
 """The command as a user meets it."""
 
 import json
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -64,12 +63,3 @@ def test_kasmina_needs_torch_numpy_and_safetensors_alone() -> None:
     code = "import sys, esper.kasmina; print({'tyro', 'rich', 'gymnasium', 'scipy', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-def test_commands_set_up_threads_before_torch_is_there() -> None:
-    code = ("import os, sys; from esper.cli import main; assert 'torch' not in sys.modules; main(['tasks']); "
-            "assert 'torch' in sys.modules; print(os.environ['OMP_WAIT_POLICY'])")
-    for given, found in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
-        surroundings = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
-        said = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=True).stdout
-        assert said.splitlines()[-1] == found

@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from esper.leyline import EsperError
-from esper.memory import keep_freed_memory, let_threads_sleep
+from esper.memory import keep_freed_memory
 
 COMMANDS = {
     "demo": ("esper.demo", "Demo", "run", "grow a small population, draw it and measure its speed"),
@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"esper: no command {' '.join(words)!r}; there are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     keep_freed_memory()
-    let_threads_sleep()
     module, options, function, _ = COMMANDS[verb]
     room = import_module(module)
     try:
