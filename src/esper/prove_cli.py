@@ -28,7 +28,7 @@ from esper.nissa import Store
 from esper.runs import STORE, make_folder, stored, trained
 from esper.simic.controls import Tuned, about, tune
 from esper.simic.court import Claim
-from esper.simic.prove import POOLED, SHARED, Mind, Proof, ProofConfig, prove
+from esper.simic.proving import POOLED, SHARED, Mind, Proof, ProofConfig, prove
 from esper.simic.training import TrainConfig
 from esper.tamiyo import POLICIES, Learned
 from esper.tolaria import Family, PreviewConfig, find_family

@@ -6,6 +6,7 @@ from esper.simic.collecting import Collector, Outcome, World
 from esper.simic.growth import Growth
 from esper.simic.metrics import Anomaly, AnomalyDetector, PPOUpdateMetrics, Thresholds
 from esper.simic.ppo import PPOAgent, PPOConfig
+from esper.simic.proving import prove
 from esper.simic.rewards import REWARDS
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "World",
     "compute_causal_masks",
     "compute_per_head_advantages",
+    "prove",
 ]
