@@ -63,6 +63,8 @@ class Prove:
     """That each control is tuned with; at least, and by default, as many as a controller was trained with."""
     rows: int = 512
     """Episodes of tuning that run together."""
+    jobs: int = 1
+    """Processes that tune at the same time, 4 at most; several keep a large device busier."""
     device: str = "cpu"
     """cpu, or cuda."""
     commit: str = ""
@@ -71,8 +73,8 @@ class Prove:
     def __post_init__(self) -> None:
         if not self.minds:
             raise EsperError("name at least one run with --minds")
-        if self.rows < 1 or self.episodes < 0:
-            raise EsperError("--rows must be at least 1, --episodes at least 0")
+        if self.rows < 1 or self.episodes < 0 or not 1 <= self.jobs <= 4:
+            raise EsperError("--rows must be at least 1, --episodes at least 0, --jobs 1 to 4")
         if not EFFECTS[0] <= self.effect <= EFFECTS[1]:  # nor if it is no number
             raise EsperError(f"--effect is {self.effect}; it must lie between {EFFECTS[0]:g} and {EFFECTS[1]:g}")
         ProofConfig(self.scenarios, self.pilot, self.effect)
@@ -204,7 +206,7 @@ def _tuned(options: Prove, family: Family, episodes: int, say: Callable[[str], o
         if tuned.about == about(family) and enough:
             return tuned
     tuned = tune(family, episodes, options.rows, watch=lambda what, done, total: say(f"tuning {what}: {done} of {total}"),
-                 device=options.device)
+                 jobs=options.jobs, device=options.device)
     tuned.save(path)
     return tuned
 

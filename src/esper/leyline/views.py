@@ -82,6 +82,8 @@ class Field:
     """A continuous number: brought to mean 0 and spread 1 by running statistics. Anything else passes as it is."""
     known_by: str = ""
     """The flag that says whether it was measured; without it the field is zero."""
+    by: str = ""
+    """A one-hot field of the same part: statistics are kept for each of its values."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,10 @@ class ObservationSpec:
     def __post_init__(self) -> None:
         for part in (self.row, self.slot, self.candidate):
             names = [field.name for field in part]
-            if len(set(names)) != len(names) or any(f.known_by and f.known_by not in names for f in part):
+            if len(set(names)) != len(names) or any({f.known_by, f.by} - {"", *names} for f in part):
                 raise EsperError(f"an ObservationSpec needs distinct names and flags that exist; got {', '.join(names)}")
+            if len({f.by for f in part} - {""}) > 1:
+                raise EsperError("the statistics of one part of an ObservationSpec can be kept by one field only")
 
     @property
     def widths(self) -> tuple[int, int, int]:

@@ -51,9 +51,9 @@ class Collector:
             if outcome.final is None and bool(outcome.truncated.any()):
                 raise EsperError("a row was cut, and the world does not say what it would have seen next; give Outcome its final")
             if outcome.final is not None:
-                bootstrap = controller.value(outcome.final, acted.hidden)
+                bootstrap = controller.value(outcome.final, acted.hidden, glimpse.told)
             buffer.add(Step(seen, glimpse.masks, acted, outcome.reward, outcome.done, outcome.truncated, bootstrap,
-                            glimpse.reset, self.hidden, valid))
+                            glimpse.reset, self.hidden, valid, glimpse.told))
             self.hidden = acted.hidden
         ahead = self.world.look()
-        return controller.value(ahead.seen, emptied(self.hidden, ahead.reset))
+        return controller.value(ahead.seen, emptied(self.hidden, ahead.reset), ahead.told)

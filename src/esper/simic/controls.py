@@ -8,7 +8,9 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from esper.leyline import EsperError
 from esper.leyline.keys import mix, uniform
 from esper.leyline.storage import whole
 from esper.simic.gaps import Rule, Split
-from esper.simic.plans import Plan, Watch, played, search
+from esper.simic.plans import Plan, Search, Watch, played, search
 from esper.simic.sweep import conditions, observe_early
 from esper.simic.trials import Delivered, Trials
 from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
@@ -103,16 +105,30 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor]) -> tupl
     return int(alive[total[alive].argmax()]), used
 
 
-def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30,
-         watch: Watch = lambda what, done, total: None, **options: Any) -> Tuned:
-    """Every control gets at least so many episodes; `options` go to the environments."""
-    trials, triggers, used = Trials(family, **options), {}, {}
-    for name in TRIGGERS:
-        triggers[name], used[name] = _tune_trigger(trials, name, episodes, rows, watch)
-    found = search(trials, episodes, rows, preview_steps, watch)
-    used |= dict.fromkeys((*LEVELS, "best rule"), found.episodes)
-    return Tuned(family.name, about(family), used, triggers, found.fixed, found.visible, found.oracle, found.rule, found.choices,
-                 preview_steps)
+def _silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = _silent, jobs: int = 1,
+         **options: Any) -> Tuned:
+    """Every control gets at least so many episodes; `options` go to the environments. With several jobs the three triggers and
+    the plans are tuned in processes of their own, which are not watched."""
+    if jobs == 1:
+        triggers = {name: _tune_trigger(family, name, episodes, rows, watch, options) for name in TRIGGERS}
+        found = _search(family, episodes, rows, preview_steps, watch, options)
+    else:
+        share = max(1, torch.get_num_threads() // jobs)
+        with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (share,)) as pool:
+            plans = pool.submit(_search, family, episodes, rows, preview_steps, _silent, options)  # takes longest
+            tuning = {name: pool.submit(_tune_trigger, family, name, episodes, rows, _silent, options) for name in TRIGGERS}
+            triggers, found = {name: job.result() for name, job in tuning.items()}, plans.result()
+    used = {name: count for name, (_, count) in triggers.items()} | dict.fromkeys((*LEVELS, "best rule"), found.episodes)
+    return Tuned(family.name, about(family), used, {name: config for name, (config, _) in triggers.items()}, found.fixed,
+                 found.visible, found.oracle, found.rule, found.choices, preview_steps)
+
+
+def _search(family: Family, episodes: int, rows: int, preview_steps: int, watch: Watch, options: dict[str, Any]) -> Search:
+    return search(Trials(family, **options), episodes, rows, preview_steps, watch)
 
 
 def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
@@ -122,8 +138,9 @@ def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
     return [TriggerConfig(trigger, *row) for row in table]
 
 
-def _tune_trigger(trials: Trials, name: str, episodes: int, rows: int, watch: Watch) -> tuple[TriggerConfig, int]:
-    candidates, done = trigger_candidates(trials.family, name), 0
+def _tune_trigger(family: Family, name: str, episodes: int, rows: int, watch: Watch,
+                  options: dict[str, Any]) -> tuple[TriggerConfig, int]:
+    trials, candidates, done = Trials(family, **options), trigger_candidates(family, name), 0
 
     def play(jobs: Tensor) -> Tensor:
         nonlocal done

@@ -210,7 +210,7 @@ class PPOAgent:
         """(largest difference from what acting stored, [H] the heads' conditional entropies then), before anything changes."""
         (batch,) = buffer.get_batched_sequences()
         again = self.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset, self.explore,
-                                              validate=False)
+                                              validate=False, told=batch.told)
         moved, drift = (again.scored.joint - batch.log_prob).abs(), (again.value - batch.value).abs() / (1 + batch.value.abs())
         error = float(torch.where(batch.valid, torch.maximum(moved, drift), 0.0).amax())
         if not error <= self.config.replay_tolerance:  # nor if it is no number
@@ -243,7 +243,7 @@ class PPOAgent:
               valid: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, NUMBERS) of some sequences, as their share of a minibatch with so many `chosen` and `valid` steps."""
         network, config = self.network, self.config
-        logits, value = network.decide(memory, slot, candidate)
+        logits, value = network.decide(memory, slot, candidate, batch.told)
         distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)
         scored = distribution.score(batch.actions)
         moved = torch.where(batch.valid, scored.joint - batch.log_prob, 0.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.leyline import EsperError, Head, LifecycleOp
 from esper.leyline.telemetry import Nowhere, Sink
 from esper.simic.collecting import Collector, Outcome, World
-from esper.simic.growth import Growth
+from esper.simic.growth import TOLD, Growth
 from esper.simic.metrics import PPOUpdateMetrics
 from esper.simic.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import REWARDS, SCORES_OF
@@ -49,6 +49,8 @@ class TrainConfig:
     """Rounds between examinations on fixed validation scenarios; 0 takes none."""
     exam_rows: int = 64
     """Scenarios of an examination."""
+    tell: bool = True
+    """The critic, and nothing else, is told each row's hidden kind and what its twin will score."""
     seed: int = 0
     device: str = "cpu"
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -73,7 +75,8 @@ class TrainConfig:
     def agent(self, family: Family) -> PPOAgent:
         """An agent that knows nothing yet."""
         torch.manual_seed(self.seed)
-        controller = Controller.fresh(self.environment(family, 1).spec, self.network, device=self.device)
+        network = replace(self.network, told=len(TOLD) if self.tell else 0)
+        controller = Controller.fresh(self.environment(family, 1).spec, network, device=self.device)
         return PPOAgent(controller, replace(self.ppo, updates=self.rounds), seed=self.seed)
 
 
@@ -152,7 +155,7 @@ class Training:
         self.agent = PPOAgent.load(path, config.device) if path.exists() else config.agent(family)
         env = config.environment(family, config.rows)
         twins = Twins(config.environment(family, config.rows, previews=False))
-        self.world = Growth(env, twins, config.reward, config.score, config.seed, self.agent.device)
+        self.world = Growth(env, twins, config.reward, config.score, config.seed, self.agent.device, config.tell)
         self.recorded, self.clock = Recorded(self.world, self.sink, config.pool), time.perf_counter()
         self.twin_epochs = 0
 

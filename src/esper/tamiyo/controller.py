@@ -22,6 +22,7 @@ class Glimpse(NamedTuple):
     reset: Tensor  # [N] bool: the memory must be empty
     u: Tensor  # [N, heads] uniform numbers to draw with
     valid: Tensor | None = None  # [N] bool: rows that are not over and waiting; None: none is
+    told: Tensor | None = None  # [N, W] what the value head alone is told; None: nothing
 
     @classmethod
     def of(cls, view: View, seed: int, device: torch.device) -> "Glimpse":
@@ -64,13 +65,14 @@ class Controller:
     def act(self, glimpse: Glimpse, hidden: Tensor, explore: float = 0.0, greedy: bool = False) -> tuple[Observation, Acted]:
         """(what was seen, scaled; what was done) in one step; rows to reset start with an empty memory."""
         seen, hidden = self.normaliser(glimpse.seen), emptied(hidden, glimpse.reset)
-        return seen, self.network.get_action(seen, glimpse.masks, hidden, None if greedy else glimpse.u, explore)
+        return seen, self.network.get_action(seen, glimpse.masks, hidden, None if greedy else glimpse.u, explore, glimpse.told)
 
     @torch.no_grad()
     @exact()
-    def value(self, seen: Observation, hidden: Tensor) -> Tensor:
+    def value(self, seen: Observation, hidden: Tensor, told: Tensor | None = None) -> Tensor:
         """[N]: what a raw observation promises."""
-        decided, _ = self.network(Observation(*(part.unsqueeze(0) for part in self.normaliser(seen))), hidden)
+        decided, _ = self.network(Observation(*(part.unsqueeze(0) for part in self.normaliser(seen))), hidden,
+                                  told=None if told is None else told.unsqueeze(0))
         value: Tensor = decided.value[0]
         return value
 

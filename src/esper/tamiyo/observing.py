@@ -3,7 +3,9 @@
 Legend: N rows, S slots, K blueprints, D numbers of a descriptor.
 """
 
+import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +29,14 @@ from esper.leyline import (
 
 DESCRIPTOR = 10
 """Numbers that describe a blueprint at a slot's shape."""
+EPOCHS = 32
+"""Epochs that are told apart; later ones are as the last."""
 OBSERVATION = ObservationSpec(
     row=(
-        Field("progress"), Field("epochs_left"), Field("horizon"), Field("free_slots"),
+        Field("epoch", EPOCHS), Field("progress"), Field("epochs_left"), Field("horizon"), Field("free_slots"),
         Field("price", scaled=True), Field("flop_price", scaled=True),
-        Field("measured"), Field("scores", len(SCORES), True, "measured"), Field("gap", 1, True, "measured"),
-        Field("moving"), Field("slopes", len(SCORES), True, "moving"),
+        Field("measured"), Field("scores", len(SCORES), True, "measured", "epoch"), Field("gap", 1, True, "measured", "epoch"),
+        Field("moving"), Field("slopes", len(SCORES), True, "moving", "epoch"),
         Field("size", scaled=True), Field("flops", scaled=True), Field("spent", scaled=True), Field("cost", scaled=True),
     ),
     slot=(
@@ -78,7 +82,7 @@ def _row(view: View, facts: Facts) -> dict[str, Tensor]:
     left = (view.horizon - view.clock).clamp(min=0)
     size, flops = (facts.costs[..., i].sum(1) / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
     return {
-        "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left), "horizon": _log(view.horizon),
+        "epoch": F.one_hot(view.clock.clamp(max=EPOCHS - 1), EPOCHS), "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left), "horizon": _log(view.horizon),
         "free_slots": (view.seeds.stage == SeedStage.DORMANT).float().mean(1),
         "price": _price(view, facts), "flop_price": view.flop_price,
         "measured": facts.scores.isfinite().all(1), "scores": facts.scores, "gap": facts.scores[:, 0] - facts.scores[:, 3],
@@ -137,30 +141,33 @@ def _log(count: Tensor) -> Tensor:
 class Normaliser:
     """Running mean and spread of the scaled fields, counted sample by sample; flags and shares pass through.
 
-    What was not measured counts nothing and stays zero.
+    What was not measured counts nothing and stays zero. Fields that are kept by another have statistics for each of its C values:
+    what hosts score after one epoch is compared with what hosts score after one epoch. A value that was never met is taken for
+    the last one below it that was.
     """
 
     def __init__(self, spec: ObservationSpec, device: torch.device | str = "cpu", limit: float = 5.0) -> None:
         """Scaled values are cut at +-limit."""
         self.spec, self.limit = spec, limit
-        self.parts = [_columns(part) for part in (spec.row, spec.slot, spec.candidate)]
-        self.stats = [torch.zeros(3, len(scaled), dtype=torch.float64) for scaled, _ in self.parts]  # count, mean, square
+        self.parts = [_Columns.of(part) for part in (spec.row, spec.slot, spec.candidate)]
+        self.stats = [torch.zeros(3, part.values, len(part.scaled), dtype=torch.float64) for part in self.parts]
+        """[3, C, columns] each: count, mean, sum of squares."""
         self.to(device)
 
     def to(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.parts = [tuple(t.to(device) for t in part) for part in self.parts]
+        self.parts = [part.to(self.device) for part in self.parts]
         self.stats = [stat.to(device) for stat in self.stats]
 
     def update(self, observation: Observation, rows: Tensor | None = None) -> None:
         """Count the rows [...] (bool, None is all) of a raw observation."""
-        for (_, flag), stat, values in zip(self.parts, self.stats, observation, strict=True):
+        for part, stat, values in zip(self.parts, self.stats, observation, strict=True):
             kept = values if rows is None else values[rows]
             flat = kept.reshape(-1, values.shape[-1]).double()
-            known = (flat[:, flag.clamp(min=0)] > 0) | (flag < 0)
-            count = known.sum(0)
-            mean = (flat * known).sum(0) / count.clamp(min=1)
-            square = (((flat - mean) * known) ** 2).sum(0)
+            known, one_hot = part.known(flat), part.one_hot(flat)
+            count = part.sums(known.double(), one_hot)
+            mean = part.sums(flat * known, one_hot) / count.clamp(min=1)
+            square = part.sums(((flat - part.at(mean, one_hot)) * known) ** 2, one_hot)
             total = (stat[0] + count).clamp(min=1)
             shift = mean - stat[1]
             stat[2] += square + shift**2 * stat[0] * count / total
@@ -170,15 +177,16 @@ class Normaliser:
     def __call__(self, observation: Observation) -> Observation:
         return Observation(*(self._scaled(*part) for part in zip(self.parts, self.stats, observation, strict=True)))
 
-    def _scaled(self, columns: tuple[Tensor, ...], stat: Tensor, values: Tensor) -> Tensor:
-        scaled, flag = columns
+    def _scaled(self, part: "_Columns", stat: Tensor, values: Tensor) -> Tensor:
         spread = (stat[2] / stat[0].clamp(min=1)).sqrt()
         ready = (stat[0] > 1) & (spread > 1e-8)
-        mean = torch.where(ready, stat[1], 0.0).to(values.dtype)
-        scale = torch.where(ready, spread, 1.0).to(values.dtype)
-        known = (values[..., flag.clamp(min=0)] > 0) | (flag < 0)
-        normal = ((values - mean) / scale).clamp(-self.limit, self.limit) * known
-        return torch.where(scaled, normal, values)
+        order = torch.arange(part.values, device=values.device)[:, None]
+        met = torch.where(ready, order, 0).cummax(0).values  # [C, columns] the last value below that was met
+        mean = torch.where(ready, stat[1], 0.0).gather(0, met).to(values.dtype)
+        scale = torch.where(ready, spread, 1.0).gather(0, met).to(values.dtype)
+        one_hot = part.one_hot(values)
+        normal = ((values - part.at(mean, one_hot)) / part.at(scale, one_hot)).clamp(-self.limit, self.limit) * part.known(values)
+        return torch.where(part.scaled, normal, values)
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: stat.cpu() for name, stat in zip(("row", "slot", "candidate"), self.stats, strict=True)}
@@ -188,12 +196,40 @@ class Normaliser:
             stat.copy_(tensors[name])
 
 
-def _columns(fields: tuple[Field, ...]) -> tuple[Tensor, ...]:
-    """(is it scaled, the column of its flag or -1) of every column."""
-    starts, at = {}, 0
-    for field in fields:
-        starts[field.name] = at
-        at += field.width
-    scaled = [field.scaled for field in fields for _ in range(field.width)]
-    flags = [starts[field.known_by] if field.known_by else -1 for field in fields for _ in range(field.width)]
-    return torch.tensor(scaled, dtype=torch.bool), torch.tensor(flags, dtype=torch.int64)
+class _Columns(NamedTuple):
+    """What is known of every column of a part."""
+
+    scaled: Tensor  # [columns] bool
+    flag: Tensor  # [columns] the column that says whether it was measured, or -1
+    by: Tensor  # [columns] bool: statistics are kept for each value of the one-hot
+    start: int  # its first column
+    values: int  # C, 1 where there is none
+
+    @classmethod
+    def of(cls, fields: tuple[Field, ...]) -> "_Columns":
+        ends = list(itertools.accumulate(field.width for field in fields))
+        starts = {field.name: end - field.width for field, end in zip(fields, ends, strict=True)}
+        each = [field for field in fields for _ in range(field.width)]
+        keys = {field.by for field in fields} - {""}
+        key = next((field for field in fields if field.name in keys), None)
+        return cls(torch.tensor([f.scaled for f in each], dtype=torch.bool),
+                   torch.tensor([starts[f.known_by] if f.known_by else -1 for f in each], dtype=torch.int64),
+                   torch.tensor([bool(f.by) for f in each], dtype=torch.bool), starts[key.name] if key else 0, key.width if key else 1)
+
+    def to(self, device: torch.device) -> "_Columns":
+        return self._replace(scaled=self.scaled.to(device), flag=self.flag.to(device), by=self.by.to(device))
+
+    def known(self, values: Tensor) -> Tensor:
+        return (values[..., self.flag.clamp(min=0)] > 0) | (self.flag < 0)
+
+    def one_hot(self, values: Tensor) -> Tensor | None:
+        return values[..., self.start : self.start + self.values] if self.values > 1 else None
+
+    def sums(self, values: Tensor, one_hot: Tensor | None) -> Tensor:
+        """[C, columns] of values [n, columns]: for each value of the one-hot, or all in the first place."""
+        whole = F.pad(values.sum(0)[None], (0, 0, 0, self.values - 1))
+        return whole if one_hot is None else torch.where(self.by, one_hot.T @ values, whole)
+
+    def at(self, table: Tensor, one_hot: Tensor | None) -> Tensor:
+        """Of a table [C, columns], what each sample's columns belong to."""
+        return table[0] if one_hot is None else torch.where(self.by, one_hot @ table, table[0])
