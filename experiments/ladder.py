@@ -13,6 +13,7 @@ import os
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from esper.tamiyo import Controller, Learned, NetworkConfig
 if __package__:
     from experiments.orchard import FAMILY, OrchardConfig, optimum
     from experiments.shared import parser, write
-    from experiments.toys import Bandit, CartPole, Garden
+    from experiments.toys import Bandit, CartPole, Garden, Lottery
 else:
     from orchard import FAMILY, OrchardConfig, optimum
     from shared import parser, write
-    from toys import Bandit, CartPole, Garden
+    from toys import Bandit, CartPole, Garden, Lottery
 
 PASSED = {"bandit": ("reward", 0.9, 1.0), "garden": ("share", 0.95, 1.01), "orchard": ("share", 0.9, 1.0001),
           "cartpole": ("reached", 450, 500), "cartpole, no memory": ("reached", 0, 150)}
@@ -54,6 +55,21 @@ def bandit(seed: int, ratio: str = "joint", updates: int = 100) -> dict[str, flo
         rewards.append(float(buffer["reward"].mean()))
         agent.update(buffer, last)
     return {"germinates at first": first, "reward": statistics.mean(rewards[-max(1, updates // 10) :])}
+
+
+def lottery(seed: int, tell: bool, updates: int = 100) -> dict[str, float]:
+    """How often the last tenth of updates chose right, in a bandit whose rewards are mostly luck."""
+    torch.manual_seed(seed)
+    world, rows = Lottery(64, seed, tell), 64
+    controller = Controller.fresh(world.spec, replace(SMALL, told=int(tell)), world.observation)
+    agent = PPOAgent(controller, PPOConfig(updates=updates), seed=seed)
+    collector, buffer, right = Collector(agent, world, rows), agent.buffer(4, rows), []
+    for _ in range(updates):
+        last, chosen = collector.fill(buffer), buffer["actions"]
+        germinates = chosen[..., 0] == world.spec.ops.index(LifecycleOp.GERMINATE)
+        right.append(float((germinates & (chosen[..., 1:] == torch.tensor(world.right)).all(-1)).float().mean()))
+        agent.update(buffer, last)
+    return {"right": statistics.mean(right[-max(1, updates // 10) :])}
 
 
 def cartpole(seed: int, ratio: str = "joint", memory: bool = True, updates: int = 60, rows: int = 32) -> dict[str, Any]:

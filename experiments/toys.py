@@ -54,6 +54,27 @@ class Bandit:
         return Outcome(reward, over, ~over)
 
 
+class Lottery(Bandit):
+    """A bandit whose rewards are mostly luck: every row draws a hidden number that is worth far more than the right action."""
+
+    def __init__(self, rows: int, seed: int, tell: bool, stake: float = 20.0) -> None:
+        """With `tell` the critic knows what was drawn."""
+        super().__init__(rows, seed)
+        self.tell, self.stake = tell, stake
+        self._draw()
+
+    def _draw(self) -> None:
+        self.luck = torch.randn(self.rows, generator=self.generator)
+
+    def look(self) -> Glimpse:
+        return super().look()._replace(told=self.luck[:, None] if self.tell else None)
+
+    def step(self, actions: Tensor) -> Outcome:
+        outcome, luck = super().step(actions), self.stake * self.luck
+        self._draw()
+        return outcome._replace(reward=outcome.reward + luck)
+
+
 class CartPole:
     """Balance a pole on a cart, seeing positions only: without memory the velocities are unknown.
 

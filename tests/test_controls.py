@@ -9,7 +9,7 @@ import torch
 from experiments.controls_table import Row, differences, table
 
 from esper.leyline import EsperError, SeedStage
-from esper.simic.controls import Tuned, about, births, halving, shuffled
+from esper.simic.controls import Tuned, about, births, halving, shuffled, tune
 from esper.simic.gaps import Rule, Split
 from esper.simic.plans import Plan
 from esper.simic.sweep import conditions
@@ -198,3 +198,10 @@ def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
     pairs = {(float(p), int(h)): int(c) for p, h, c in zip(drawn.price, drawn.horizon, told, strict=True)}
     price = float(torch.tensor(1e-4))
     assert pairs == {(0.0, 10): 0, (0.0, 12): 1, (price, 10): 2, (price, 12): 3}
+
+
+def test_tuning_in_several_processes_finds_the_same() -> None:
+    family = dataclasses.replace(toy_family(horizons=(8,), prices=(0.0,)), kinds=FAMILY.kinds[:1])
+    one, two = (tune(family, 8, 64, 0, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
+    assert (one.episodes, one.triggers, one.fixed, one.visible) == (two.episodes, two.triggers, two.fixed, two.visible)
+    assert (one.oracle, one.choices, one.rule.splits) == (two.oracle, two.choices, two.rule.splits)

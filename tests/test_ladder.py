@@ -1,7 +1,7 @@
 """The learner learns: the fast rungs of `experiments/ladder.py`."""
 
 import pytest
-from experiments.ladder import bandit, cartpole, garden
+from experiments.ladder import bandit, cartpole, garden, lottery
 from experiments.toys import Garden
 
 
@@ -22,6 +22,12 @@ def test_the_garden_is_what_dynamic_programming_says() -> None:
 
 def test_a_lifecycle_is_learned_to_near_its_optimum() -> None:
     assert garden(0, updates=80, rows=64)["share"] > 0.9
+
+
+def test_a_critic_that_is_told_of_luck_lets_the_rest_be_learned() -> None:
+    told, blind = ([lottery(seed, tell, updates=40)["right"] for seed in range(2)] for tell in (True, False))
+    assert min(told) > 0.9
+    assert max(blind) < 0.3
 
 
 def test_memory_is_used_where_it_is_needed() -> None:

@@ -261,9 +261,34 @@ def test_scaling_counts_every_measured_value_once() -> None:
     assert torch.equal(again(Observation(every, torch.ones(60, 2, 1), torch.zeros(60, 2, 2, 1))).row, out.row)
 
 
+def test_what_is_kept_by_another_field_is_compared_with_its_own() -> None:
+    """After one epoch losses are high everywhere; what is low for one epoch in is high for ten epochs in."""
+    row = (Field("epoch", 3), Field("loss", 1, True, by="epoch"), Field("size", 1, True))
+    spec = ObservationSpec(row, (Field("s"),), (Field("c"),))
+    generator, normaliser = torch.Generator().manual_seed(0), Normaliser(spec)
+
+    def seen(epoch: int, loss: torch.Tensor) -> Observation:
+        row = torch.cat([torch.eye(3)[epoch].expand(len(loss), 3), loss[:, None], torch.arange(len(loss))[:, None]], 1)
+        return Observation(row, torch.zeros(len(loss), 1, 1), torch.zeros(len(loss), 1, 1, 1))
+
+    early, late = 2 + 0.1 * torch.randn(40, generator=generator), 1 + 0.5 * torch.randn(40, generator=generator)
+    for part in (early[:15], early[15:]):
+        normaliser.update(seen(0, part))
+    normaliser.update(seen(1, late))
+    for epoch, loss in ((0, early), (1, late), (2, late)):  # the third was never met: as the second
+        scaled = normaliser(seen(epoch, loss)).row
+        torch.testing.assert_close(scaled[:, 3], (loss - loss.mean()) / loss.std(correction=0), atol=1e-4, rtol=1e-4)
+        assert torch.equal(scaled[:, :3], seen(epoch, loss).row[:, :3])
+    assert float(normaliser(seen(0, early)).row[-1, 4]) > 1, "other fields are counted over all epochs"
+    with pytest.raises(EsperError, match="one field only"):
+        ObservationSpec((Field("a"), Field("b"), Field("c", by="a"), Field("d", by="b")), (), ())
+
+
 def test_specs_with_missing_flags_are_refused() -> None:
     with pytest.raises(EsperError, match="flags that exist"):
         ObservationSpec((Field("a", known_by="b"),), (), ())
+    with pytest.raises(EsperError, match="flags that exist"):
+        ObservationSpec((Field("a", by="b"),), (), ())
     assert len(SCORES) == 4
 
 

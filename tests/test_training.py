@@ -22,6 +22,7 @@ from esper.karn import panel, summary
 from esper.leyline import EsperError, LifecycleOp
 from esper.nissa import Store, read
 from esper.simic import PPOConfig
+from esper.simic.growth import TOLD
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.tamiyo import NetworkConfig, Wait
 from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig
@@ -273,3 +274,26 @@ def test_scenarios_that_are_met_again_keep_their_twins(tmp_path: Path) -> None:
     stopped.run(stop=lambda: stopped.agent.updates >= 3)
     Training(FAMILY, config, tmp_path / "again").run()
     assert (tmp_path / "again" / CHECKPOINT).read_bytes() == (tmp_path / CHECKPOINT).read_bytes()
+
+
+def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> None:
+    training = Training(FAMILY, CONFIG, tmp_path)
+    world, controller = training.world, training.agent.controller
+    training.recorded.begin(0)
+    glimpse, drawn = world.look(), world.env.scenarios
+    assert glimpse.told is not None
+    assert glimpse.told.shape == (CONFIG.rows, len(TOLD))
+    told = dict(zip(TOLD, glimpse.told.unbind(1), strict=True))
+    torch.testing.assert_close(told["label_noise"], drawn.of_kind("label_noise").float())
+    torch.testing.assert_close(told["frozen"], drawn.impairments(FAMILY.host.stages).frozen.float().mean(1))
+    last = world.twin[torch.arange(CONFIG.rows), drawn.horizon - 1, 1]
+    torch.testing.assert_close(told["twin_accuracy"], 5 * (last - 0.5))
+    hidden = controller.network.get_initial_hidden(CONFIG.rows)
+    (_, one), (_, other) = (controller.act(g, hidden) for g in (glimpse, glimpse._replace(told=glimpse.told + 1)))
+    assert torch.equal(one.actions, other.actions)
+    assert torch.equal(one.log_prob, other.log_prob)
+    assert bool((one.value != other.value).any())
+    blind = Training(FAMILY, replace(CONFIG, tell=False), tmp_path / "blind")
+    blind.recorded.begin(0)
+    assert blind.world.look().told is None
+    assert blind.agent.network.config.told == 0

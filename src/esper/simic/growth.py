@@ -11,7 +11,6 @@ from esper.simic.rewards import Ledger, Standing, Terms, standing
 from esper.tamiyo.controller import Glimpse
 from esper.tolaria import Measurement, MorphogeneticEnv, Scenarios, Scores, Twins
 
-
 TOLD = ("noise", "shift", "shuffle", "label_noise", "samples", "one_tap", "width", "frozen",
         "twin_accuracy", "twin_probability", "twin_now", "paid")
 """What the critic alone knows of a row, about 0 to 1 each: its hidden kind, what its twin will score, and what was paid so far.

@@ -82,7 +82,8 @@ def _row(view: View, facts: Facts) -> dict[str, Tensor]:
     left = (view.horizon - view.clock).clamp(min=0)
     size, flops = (facts.costs[..., i].sum(1) / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
     return {
-        "epoch": F.one_hot(view.clock.clamp(max=EPOCHS - 1), EPOCHS), "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left), "horizon": _log(view.horizon),
+        "epoch": F.one_hot(view.clock.clamp(max=EPOCHS - 1), EPOCHS),
+        "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left), "horizon": _log(view.horizon),
         "free_slots": (view.seeds.stage == SeedStage.DORMANT).float().mean(1),
         "price": _price(view, facts), "flop_price": view.flop_price,
         "measured": facts.scores.isfinite().all(1), "scores": facts.scores, "gap": facts.scores[:, 0] - facts.scores[:, 3],
@@ -211,10 +212,10 @@ class _Columns(NamedTuple):
         starts = {field.name: end - field.width for field, end in zip(fields, ends, strict=True)}
         each = [field for field in fields for _ in range(field.width)]
         keys = {field.by for field in fields} - {""}
-        key = next((field for field in fields if field.name in keys), None)
+        at = next(((starts[field.name], field.width) for field in fields if field.name in keys), (0, 1))
         return cls(torch.tensor([f.scaled for f in each], dtype=torch.bool),
                    torch.tensor([starts[f.known_by] if f.known_by else -1 for f in each], dtype=torch.int64),
-                   torch.tensor([bool(f.by) for f in each], dtype=torch.bool), starts[key.name] if key else 0, key.width if key else 1)
+                   torch.tensor([bool(f.by) for f in each], dtype=torch.bool), *at)
 
     def to(self, device: torch.device) -> "_Columns":
         return self._replace(scaled=self.scaled.to(device), flag=self.flag.to(device), by=self.by.to(device))
