@@ -1,6 +1,7 @@
 """Controls are what their names say, and no two of them are the same."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 from experiments.controls_table import Row, differences, table
 
-from esper.leyline import EsperError, SeedStage
+from esper.leyline import ActionSpec, EsperError, SeedStage
 from esper.simic.controls import Tuned, about, births, halving, shuffled, tune
 from esper.simic.gaps import Rule, Split
 from esper.simic.plans import Plan
+from esper.simic.proving import Mind, ProofConfig, prove
 from esper.simic.sweep import conditions
 from esper.simic.trials import Decision, Delivered, Trials
 from esper.tamiyo import Planned, Random, TriggerConfig, Triggered, Wait
@@ -200,8 +202,16 @@ def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
     assert pairs == {(0.0, 10): 0, (0.0, 12): 1, (price, 10): 2, (price, 12): 3}
 
 
-def test_tuning_in_several_processes_finds_the_same() -> None:
+def test_several_processes_find_the_same() -> None:
     family = dataclasses.replace(toy_family(horizons=(8,), prices=(0.0,)), kinds=FAMILY.kinds[:1])
     one, two = (tune(family, 8, 64, 0, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
     assert (one.episodes, one.triggers, one.fixed, one.visible) == (two.episodes, two.triggers, two.fixed, two.visible)
     assert (one.oracle, one.choices, one.rule.splits) == (two.oracle, two.choices, two.rule.splits)
+    minds = [Mind("a", functools.partial(_random, 1), 8), Mind("b", functools.partial(_random, 2), 8)]
+    config = ProofConfig(scenarios=32, pilot=4, rehearsal=True)
+    alone, together = (prove(family, minds, one, config, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
+    assert str(alone) == str(together)
+
+
+def _random(seed: int, spec: ActionSpec) -> Random:
+    return Random(seed)

@@ -169,8 +169,25 @@ def test_the_test_split_is_opened_once_after_the_pilot(tuned: Tuned, monkeypatch
     prove(FAMILY, minds, tuned, ProofConfig(scenarios=8, pilot=4), watch=lambda what: events.append(what))
     assert events.count("opened") == 1
     at = events.index("opened")
+    assert events[:at]
     assert all(event.startswith("pilot") for event in events[:at])
     assert not any(event.startswith("pilot") for event in events[at:])
+
+
+def test_a_rehearsal_leaves_the_test_split_closed(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*facts: object) -> None:
+        raise AssertionError("the test split was opened")
+
+    monkeypatch.setattr(proving, "open_test", never)
+    mind = Mind("gardener", lambda spec: Gardener(Orchard(FAMILY, 1)), EPISODES)
+    kept: list[Tensor] = []
+    real = Trials.play
+    monkeypatch.setattr(Trials, "play", lambda trials, policy, drawn, previews=False: (
+        kept.append(drawn.key), real(trials, policy, drawn, previews))[1])
+    rehearsed = prove(FAMILY, [mind], tuned, ProofConfig(scenarios=64, pilot=8, rehearsal=True))
+    assert {claim.control for claim in rehearsed.claims} >= set(BEATEN)
+    test = set(FAMILY.scenarios(64, "test").key.tolist())
+    assert not test & set(torch.cat(kept).tolist())
 
 
 def test_controls_of_another_family_are_refused(tuned: Tuned) -> None:

@@ -287,7 +287,7 @@ def test_a_controller_that_cannot_act_there_is_refused(runs: Path, tmp_path: Pat
     from esper.tamiyo import controller
 
     seen = controller.OBSERVATION
-    monkeypatch.setattr(controller, "OBSERVATION", type(seen)(seen.row[1:], seen.slot, seen.candidate))
+    monkeypatch.setattr(controller, "OBSERVATION", type(seen)(seen.row[:-1], seen.slot, seen.candidate))
     with pytest.raises(EsperError, match="sees other row fields"):
         prove_cli.run(Prove((str(runs / "a"),), tmp_path / "out"), Console(file=sys.stderr))
     assert not (tmp_path / "out").exists()

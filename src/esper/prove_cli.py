@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from esper import __version__
 from esper.bench import check_device
 from esper.karn import write_report
 from esper.karn.report import cost_of, rows_of
-from esper.leyline import EsperError
+from esper.leyline import ActionSpec, EsperError
 from esper.leyline.storage import whole
 from esper.nissa import Store
 from esper.runs import STORE, make_folder, stored, trained
@@ -30,7 +31,7 @@ from esper.simic.controls import Tuned, about, tune
 from esper.simic.court import Claim
 from esper.simic.proving import POOLED, SHARED, Mind, Proof, ProofConfig, prove
 from esper.simic.training import TrainConfig
-from esper.tamiyo import POLICIES, Learned
+from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle
 from esper.tolaria import Family, PreviewConfig, find_family
 
 PROOF = "proof.json"
@@ -64,7 +65,9 @@ class Prove:
     rows: int = 512
     """Episodes of tuning that run together."""
     jobs: int = 1
-    """Processes that tune at the same time, 4 at most; several keep a large device busier."""
+    """Processes that tune or play arms at the same time; several keep a large device busier."""
+    rehearsal: bool = False
+    """Play on validation scenarios and samples and leave the test split closed: proves nothing, tells how it would go."""
     device: str = "cpu"
     """cpu, or cuda."""
     commit: str = ""
@@ -73,8 +76,8 @@ class Prove:
     def __post_init__(self) -> None:
         if not self.minds:
             raise EsperError("name at least one run with --minds")
-        if self.rows < 1 or self.episodes < 0 or not 1 <= self.jobs <= 4:
-            raise EsperError("--rows must be at least 1, --episodes at least 0, --jobs 1 to 4")
+        if self.rows < 1 or self.episodes < 0 or self.jobs < 1:
+            raise EsperError("--rows must be at least 1, --episodes at least 0, --jobs at least 1")
         if not EFFECTS[0] <= self.effect <= EFFECTS[1]:  # nor if it is no number
             raise EsperError(f"--effect is {self.effect}; it must lie between {EFFECTS[0]:g} and {EFFECTS[1]:g}")
         ProofConfig(self.scenarios, self.pilot, self.effect)
@@ -99,7 +102,7 @@ class Candidate:
 def candidate(name: str, device: str) -> Candidate:
     """Loaded and checked as far as it can be without playing."""
     if name in PLAIN:
-        return Candidate(Mind(name, lambda spec: POLICIES[name](), 0))
+        return Candidate(Mind(name, functools.partial(_plays, name), 0))
     folder = Path(name)
     found = stored(folder)
     if found is None:
@@ -107,13 +110,21 @@ def candidate(name: str, device: str) -> Candidate:
     (family, config), called = found, folder.resolve().name
     if called in (POOLED, SHARED):
         raise EsperError(f"--minds {name} cannot be called {called}, which stands for all of them; rename its folder")
-    known, cost = trained(folder, config, device), cost_of(folder / STORE)
+    known, cost = trained(folder, config, "cpu"), cost_of(folder / STORE)
     if cost["round"] < config.rounds or not cost["episodes"]:
         raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and of {cost['episodes'] or 0} "
                          "episodes; put back the whole one")
-    mind = Mind(called, lambda spec: Learned(known.controller.bound_to(spec), greedy=True), cost["episodes"])
+    mind = Mind(called, functools.partial(_decides, known.controller, device), cost["episodes"])
     previews = PreviewConfig(config.preview_every, config.preview_steps) if config.preview_every else None
     return Candidate(mind, folder, family.name, previews, known.digest, cost)
+
+
+def _decides(controller: Controller, device: str, spec: ActionSpec) -> Learned:
+    return Learned(controller.on(device).bound_to(spec), greedy=True)
+
+
+def _plays(name: str, spec: ActionSpec) -> PolicyBundle:
+    return POLICIES[name]()
 
 
 def settled(candidates: Sequence[Candidate], family: str | None) -> tuple[Family, PreviewConfig | None]:
@@ -145,11 +156,11 @@ def run(options: Prove, console: Console) -> None:
     path, say = options.out / "proof.db", _speaker(console)
     with contextlib.closing(_empty(path)) as store:
         tuned = _tuned(options, family, max(options.episodes, *(c.mind.episodes for c in candidates), 1), say)
-        config = ProofConfig(options.scenarios, options.pilot, options.effect, previews)
-        proof = prove(family, [c.mind for c in candidates], tuned, config, store, say, device=options.device)
+        config = ProofConfig(options.scenarios, options.pilot, options.effect, previews, options.rehearsal)
+        proof = prove(family, [c.mind for c in candidates], tuned, config, store, say, options.jobs, device=options.device)
     console.print(_table(proof))
-    console.print(f"{proof.verdict}: {proof.reason}", markup=False)
     facts = _facts(options, family.name, proof)
+    console.print(f"{facts['verdict']}: {facts['reason']}", markup=False)
     write_report(path, {c.mind.name: c.folder / STORE for c in candidates if c.folder}, facts, options.out / "report.html")
     _write(options.out / PROOF, facts | {"controllers": {c.mind.name: _about(c) for c in candidates},
                                          "summary": rows_of(path, "summary"), "claims": [asdict(c) for c in proof.claims]})
@@ -214,7 +225,10 @@ def _tuned(options: Prove, family: Family, episodes: int, say: Callable[[str], o
 def _facts(options: Prove, family: str, proof: Proof) -> dict[str, Any]:
     threads = f"{platform.machine()}, {torch.get_num_threads()} threads"
     hardware = torch.cuda.get_device_name() if options.device != "cpu" else threads
-    return {"family": family, "verdict": proof.verdict, "reason": proof.reason, "scenarios": options.scenarios,
+    verdict = {"verdict": "rehearsal", "reason": f"it proves nothing; before the court: {proof.verdict}, {proof.reason}"}
+    if not options.rehearsal:
+        verdict = {"verdict": proof.verdict, "reason": proof.reason}
+    return {"family": family, **verdict, "scenarios": options.scenarios,
             "pilot": options.pilot, "effect": options.effect, "date": datetime.date.today().isoformat(),
             "commit": options.commit or _commit(), "version": __version__, "command": " ".join(["esper", *sys.argv[1:]]),
             "hardware": hardware, "torch": torch.__version__}

@@ -20,7 +20,8 @@ from esper.leyline.storage import whole
 from esper.nissa import TABLES, read
 
 POOLED, LEARNED = "pooled", "learned"
-VERDICTS = {"holds": "The proof holds", "fails": "The proof fails", "refused": "The proof is refused"}
+VERDICTS = {"holds": "The proof holds", "fails": "The proof fails", "refused": "The proof is refused",
+            "rehearsal": "A rehearsal on validation scenarios"}
 ASKED = {"beats": "beats", "matches": "matches", "half": "half of the way between", "reported": "beside"}
 FATES = {"FOSSILIZE": "kept", "PRUNE": "pruned"}
 Row = dict[str, Any]

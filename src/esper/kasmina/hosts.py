@@ -76,6 +76,8 @@ class Host:
     widths: tuple[int, ...] = ()
     classes: int = 10
     taps: int = 3
+    halvings: int = 0
+    """Stages that halve the extent, from the first on; 0 is all of them."""
 
     def __post_init__(self) -> None:
         if self.kind not in HOSTS:
@@ -83,11 +85,17 @@ class Host:
         row = HOSTS[self.kind]
         object.__setattr__(self, "inputs", tuple(self.inputs) or row.inputs)
         object.__setattr__(self, "widths", tuple(self.widths) or row.widths)
-        if len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 2 or self.taps % 2 == 0:
+        if (len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 2 or self.taps % 2 == 0
+                or self.halvings < 0):
             raise EsperError(f"impossible {self.kind} host: inputs {self.inputs} (expected {len(row.inputs)} numbers), "
-                             f"widths {self.widths}, {self.classes} classes, {self.taps} taps (odd)")
-        if any(extent < 2 ** len(self.widths) for extent in self.inputs[1:]):
-            raise EsperError(f"{len(self.widths)} stages halve the extent {self.inputs[1:]} below one; use fewer stages")
+                             f"widths {self.widths}, {self.classes} classes, {self.taps} taps (odd), {self.halvings} halvings")
+        if any(extent < 2 ** self._halved(self.stages) for extent in self.inputs[1:]):
+            raise EsperError(f"{self._halved(self.stages)} stages halve the extent {self.inputs[1:]} below one; use fewer stages "
+                             "or halvings")
+
+    def _halved(self, stages: int) -> int:
+        """How often the extent is halved behind so many stages."""
+        return min(stages, self.halvings or stages)
 
     @property
     def stages(self) -> int:
@@ -95,7 +103,7 @@ class Host:
 
     @functools.cached_property
     def slots(self) -> SlotConfig:
-        shapes = [SlotShape(width, tuple(extent // 2 ** (i + 1) for extent in self.inputs[1:]))
+        shapes = [SlotShape(width, tuple(extent // 2 ** self._halved(i + 1) for extent in self.inputs[1:]))
                   for i, width in enumerate(self.widths)]
         return SlotConfig(tuple(f"after_stage_{i}" for i in range(self.stages)), tuple(shapes))
 
@@ -105,6 +113,9 @@ class Host:
         sizes = (self.inputs[0], *self.widths)
         net = nn.Module()
         net.stages = nn.ModuleList(row.stage(a, b, self.taps) for a, b in itertools.pairwise(sizes))
+        for number, stage in enumerate(net.stages):
+            if len(self.inputs) > 1 and self._halved(number + 1) == self._halved(number):
+                del stage[-1]  # type: ignore[operator]
         net.head = nn.Sequential(row.pool(), nn.Flatten(), nn.Linear(sizes[-1], self.classes))
         return net
 

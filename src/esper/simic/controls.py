@@ -105,6 +105,11 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor]) -> tupl
     return int(alive[total[alive].argmax()]), used
 
 
+def workers(jobs: int) -> ProcessPoolExecutor:
+    """Processes that share the threads of this one."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (max(1, torch.get_num_threads() // jobs),))
+
+
 def _silent(what: str, done: int, total: int) -> None:
     pass
 
@@ -117,8 +122,7 @@ def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30
         triggers = {name: _tune_trigger(family, name, episodes, rows, watch, options) for name in TRIGGERS}
         found = _search(family, episodes, rows, preview_steps, watch, options)
     else:
-        share = max(1, torch.get_num_threads() // jobs)
-        with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (share,)) as pool:
+        with workers(jobs) as pool:
             plans = pool.submit(_search, family, episodes, rows, preview_steps, _silent, options)  # takes longest
             tuning = {name: pool.submit(_tune_trigger, family, name, episodes, rows, _silent, options) for name in TRIGGERS}
             triggers, found = {name: job.result() for name, job in tuning.items()}, plans.result()

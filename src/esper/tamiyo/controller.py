@@ -53,6 +53,10 @@ class Controller:
     def device(self) -> torch.device:
         return self.network.trunk_op.device
 
+    def on(self, device: torch.device | str) -> "Controller":
+        """The same controller there; this one moves with it."""
+        return Controller(self.network.to(device), self.normaliser)
+
     def bound_to(self, spec: ActionSpec) -> "Controller":
         """For hosts with other slots or blueprints; it must see what hosts show."""
         for name in ("row", "slot", "candidate"):

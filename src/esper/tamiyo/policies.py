@@ -17,6 +17,7 @@ from esper.tamiyo.controller import Controller, Glimpse
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.masks import action_masks
+from esper.tamiyo.minds import member_for, read_mind, shipped
 from esper.tamiyo.scripts import Scripted, Wait, entry
 from esper.tamiyo.triggered import Planned, Triggered
 
@@ -50,8 +51,12 @@ class Learned:
     @classmethod
     def load(cls, path: str | Path, spec: ActionSpec, device: torch.device | str = "cpu", greedy: bool = False,
              seed: int = 0) -> "Learned":
-        """From a file that an agent saved, for hosts with this action spec."""
-        return cls(Controller.decode(*read_state(path, "agent"), device).bound_to(spec), greedy, seed)
+        """From a file that an agent saved, or by the name of a mind that ships with Esper, for hosts with this action spec."""
+        if str(path) in shipped():
+            controller = member_for(spec, read_mind(path, device)).controller
+        else:
+            controller = Controller.decode(*read_state(path, "agent"), device)
+        return cls(controller.bound_to(spec), greedy, seed)
 
     def __call__(self, view: View) -> Tensor:
         if self.hidden is None or len(self.hidden) != len(view.clock):

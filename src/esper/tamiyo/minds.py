@@ -1,0 +1,60 @@
+"""Minds that ship with Esper: trained controllers by name, one member for each kind of host, with what made them.
+
+A mind is one safetensors file: the weights of its members, and a header that says what each was trained with and where its proof
+lies.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from esper.leyline import ActionSpec, EsperError, StateFormatError
+from esper.leyline.storage import read_state, write_state
+from esper.tamiyo.controller import Controller
+
+FOLDER = Path(__file__).parent.parent / "minds"
+
+
+class Member(NamedTuple):
+    """One controller of a mind."""
+
+    controller: Controller
+    about: Mapping[str, Any]
+    """Plain data: the family it was trained on, with what, and what was proven about it."""
+
+
+def shipped() -> dict[str, Path]:
+    """name -> file of every mind in the package."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.safetensors"))}
+
+
+def write_mind(path: str | Path, members: Sequence[Member]) -> None:
+    headers = [{"controller": member.controller.header(), "about": dict(member.about)} for member in members]
+    tensors = {f"{number}.{name}": tensor for number, member in enumerate(members)
+               for name, tensor in member.controller.tensors().items()}
+    write_state(path, "mind", {"members": headers}, tensors)
+
+
+def read_mind(name: str | Path, device: torch.device | str = "cpu") -> list[Member]:
+    """All members of a shipped mind, or of one in a file."""
+    header, tensors = read_state(shipped().get(str(name), name), "mind")
+    try:
+        return [Member(Controller.decode(each["controller"], _of(tensors, f"{number}."), device), each["about"])
+                for number, each in enumerate(header["members"])]
+    except (KeyError, TypeError) as error:
+        raise StateFormatError(f"{name} does not describe a mind: {error}") from error
+
+
+def _of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def member_for(spec: ActionSpec, members: Sequence[Member]) -> Member:
+    """The one that was trained with most of a host's blueprints."""
+    known = [set(member.controller.network.spec.blueprints) - {"noop"} for member in members]
+    shared = [len(each & set(spec.blueprints)) for each in known]
+    if not any(shared):
+        raise EsperError(f"this mind knows {', '.join(sorted(set().union(*known)))}; this host offers none of them")
+    return members[shared.index(max(shared))]
