@@ -27,8 +27,8 @@ from esper.tolaria import Family, find_family
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32, "preview_every": 0,
               "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0)}},
-    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128, "preview_every": 3,
-            "preview_steps": 15, "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0)}},
+    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128, "preview_every": 0,
+            "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0)}},
     "gpu": {"rounds": 32, "rows": 192, "scenarios": 1152, "exam_every": 16, "exam_rows": 128, "preview_every": 20,
             "device": "cuda", "ppo": {"entropy": (0.1, 0.002), "explore": (0.05, 0.0), "minibatches": 8}},
 }
