@@ -22,15 +22,23 @@ def test_bench_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[st
     assert max(map(len, lines[:-1])) <= 80
 
 
-def test_demo_leaves_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--out", str(tmp_path / "new"), "--rows", "5", "--epochs", "9"]) == 0
-    picture = ET.parse(tmp_path / "new" / "growth.svg").getroot()
+def test_the_demo_trains_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new"
+    for seed in ("0", "1"):  # a second time in the same folder
+        assert main(["demo", "--out", str(out), "--rounds", "3", "--scenarios", "4", "--seed", seed]) == 0
+        text = capsys.readouterr().out
+        assert "in its first third of rounds" in text
+        for arm in ("no growth", "random", "heuristic", "best fixed", "learned: tamiyo-small", "learned: trained just now"):
+            assert arm in text
+    picture = ET.parse(out / "growth.svg").getroot()
     assert len(picture.findall("{http://www.w3.org/2000/svg}rect")) > 20
-    assert "germinated" in capsys.readouterr().out
+    page = (out / "report.html").read_text()
+    assert "A demonstration on validation scenarios" in page
+    assert "Paired differences" not in page
 
 
 @pytest.mark.parametrize("words", [["bench", "population", "--rows", "0"], ["bench", "population", "--dtype", "int8"],
-                                   ["bench", "population", "--loop-rows", "65"], ["demo", "--rows", "0"],
+                                   ["bench", "population", "--loop-rows", "65"], ["demo", "--rounds", "0"],
                                    ["bench", "population", "--host", "rnn"], ["fly"], ["bench"],
                                    ["bench", "population", "--device", "abacus"], ["demo", "--out", __file__]])
 def test_bad_arguments_exit_with_2_and_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

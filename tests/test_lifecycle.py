@@ -8,7 +8,6 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from esper.demo import random_actions
 from esper.kasmina import Host, Lifecycle, Population
 from esper.kasmina.blending import CURVES, curve_value
 from esper.kasmina.lifecycle import FIELDS, expand_actions
@@ -28,6 +27,7 @@ from esper.leyline import (
     SeedStage,
     Style,
 )
+from tests.workshop import random_actions
 
 Op, Stage = LifecycleOp, SeedStage
 SPEC = ActionSpec.full(2, ("noop", "a", "b"))

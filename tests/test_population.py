@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from esper.demo import random_actions
 from esper.kasmina import HOSTS, Host, Impairments, OptimConfig, Population
 from esper.kasmina.packing import Prefix
 from esper.leyline import ActionSpec, EsperError, GateConfig, Head, LifecycleOp, StateFormatError
 from esper.leyline.keys import mix, uniform
 from tests.reference import batch, known_contributions, small_hosts
+from tests.workshop import random_actions, waves
 
 ALL = torch.arange(6)
 
@@ -362,8 +362,6 @@ def test_rows_that_share_a_host_may_share_its_prefix(kind: str) -> None:
 
 def test_seeds_help_a_host_that_cannot_learn_alone() -> None:
     """The point of it all: hosts with one-tap kernels learn order in sequences only through a grown seed."""
-    from esper.demo import waves
-
     population = Population(Host("conv1d"), 8, optim=OptimConfig(lr=5e-3))
     impaired = Impairments.none(8, 3)
     impaired.one_tap[:] = True

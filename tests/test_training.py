@@ -204,6 +204,24 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path: Path) -> None:
         resumed(Train(out, "mlp", rounds=6, resume=True))
 
 
+def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (family, config), short = begun(Train(out, "mlp", rounds=2)), replace(CONFIG, rounds=2)
+    assert resumed(Train(out, resume=True, more=3)) == (family, replace(config, rounds=5))
+    assert resumed(Train(out, resume=True)) == (family, replace(config, rounds=5)), "it stays so"
+    assert json.loads((out / "run.json").read_text())["declared"] == [2]
+    for wrong in ({"more": 1}, {"more": -1, "resume": True}):
+        with pytest.raises(EsperError, match="--more is a number of rounds for a run to --resume"):
+            Train(out, **wrong)  # type: ignore[arg-type]
+    Training(FAMILY, short, tmp_path).run()
+    training = Training(FAMILY, CONFIG, tmp_path)
+    assert training.agent.updates == 2
+    expected = training.agent.config.learning_rate[0] / 3 + training.agent.config.learning_rate[1] * 2 / 3
+    assert training.agent.scheduled(training.agent.config.learning_rate) == pytest.approx(expected)
+    training.run()
+    assert training.agent.updates == 3
+
+
 @pytest.mark.parametrize("damage", [
     lambda told: "", lambda told: "[1]", lambda told: json.dumps(told)[:-40], lambda told: json.dumps(told | {"family": ["mlp"]}),
     lambda told: json.dumps(told | {"family": "cats"}), lambda told: json.dumps({"family": "mlp"}),

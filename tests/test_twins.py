@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from esper.demo import random_actions
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
 from esper.kasmina.packing import MULTIPLE
 from esper.leyline import LifecycleOp, SeedStage, Transition
 from tests.reference import PlainHost, batch, known_contributions, small_hosts
+from tests.workshop import random_actions
 
 ROWS = 24
 

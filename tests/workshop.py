@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from esper.kasmina import Host, blueprints_for
-from esper.leyline import ActionSpec
+from esper.kasmina import Host, Population, blueprints_for
+from esper.leyline import ActionSpec, View
+from esper.tamiyo import Random
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, TaskData
+from esper.tolaria.env import seeds_of
 
 KINDS = (Kind("plain"), Kind("noisy", noise=0.3, label_noise=0.2), Kind("few", samples=40, width=(0.5,)),
          Kind("moved", shift=2), Kind("shuffled", shuffle=True, frozen=(True,)))
@@ -33,3 +35,21 @@ def toy_env(rows: int = 12, family: Family | None = None, **options: object) -> 
     family = family or toy_family()
     options = {"spec": ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))} | options
     return MorphogeneticEnv(family, rows, data=toy_data(inputs=family.host.inputs), **options)  # type: ignore[arg-type]
+
+
+def random_actions(population: Population, generator: torch.Generator) -> Tensor:
+    """One legal action per row, [N, heads], from the random policy."""
+    life = population.life
+    nothing = torch.zeros(life.rows, dtype=torch.int64)
+    keys = torch.randint(2**62, (life.rows,), generator=generator)
+    return Random()(View(population.spec, keys, nothing, nothing, nothing, nothing, nothing > 0, life.verdicts(),
+                         life.free_targets(), seeds_of(life)))
+
+
+def waves(batch: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A toy task for 40-sample sequences: which of ten chirps is hidden in the noise? x [B, N, 1, 40], y [B, N]."""
+    label = torch.randint(10, (batch, rows), generator=generator)
+    time = torch.linspace(0, 1, 40)
+    phase = torch.rand(batch, rows, 1, generator=generator)
+    chirp = torch.sin(2 * torch.pi * (phase + (1 + label[..., None] * 0.6) * time * (1 + time)))
+    return (chirp + 0.5 * torch.randn(chirp.shape, generator=generator)).unsqueeze(2), label

@@ -11,7 +11,7 @@ from esper.leyline import EsperError
 from esper.memory import keep_freed_memory
 
 COMMANDS = {
-    "demo": ("esper.demo", "Demo", "run", "grow a small population, draw it and measure its speed"),
+    "demo": ("esper.demo", "Demo", "run", "train a controller for a minute and meet the shipped one"),
     "tasks": ("esper.tasks_cli", "TasksList", "run_list", "list the tasks, their published scores and their data"),
     "tasks add-data": ("esper.tasks_cli", "TasksAddData", "run_add_data", "check a task's files and remember their folder"),
     "train": ("esper.train_cli", "Train", "run", "let a controller learn on a family of scenarios"),

@@ -1,100 +1,133 @@
-"""`esper demo`: a population grows by random legal decisions; its life becomes a picture, its speed a table."""
+"""`esper demo`: a controller learns for a minute, then the one that ships with Esper meets the controls; a page shows both."""
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from rich.table import Table
 
-from esper.bench import PopulationBench, bench_table, run_population_bench
-from esper.kasmina import Host, Population
-from esper.leyline import Contribution, EsperError, SeedStage, View
+from esper.karn import write_report
+from esper.karn.report import cost_of
+from esper.leyline import EsperError
+from esper.nissa import Store, read
 from esper.picture import Frame, growth_svg
-from esper.tamiyo import Random
-from esper.tolaria.env import seeds_of
+from esper.runs import DESCRIPTION, STORE, make_folder
+from esper.simic.controls import play_plans
+from esper.simic.court import Arms, interval
+from esper.simic.plans import Plan
+from esper.simic.proving import SHARED, Court
+from esper.simic.training import CHECKPOINT
+from esper.simic.trials import Trials
+from esper.tamiyo import Controller, Heuristic, Learned, Random, Wait
+from esper.tamiyo.minds import Member, read_mind
+from esper.tolaria import Family, MorphogeneticEnv, find_family
+from esper.train_cli import Train
+from esper.train_cli import run as train
+
+FAMILY, MIND, MINE = "mlp", "tamiyo-small", "trained just now"
+START = 200_000
+"""Number of the first validation scenario: trainings are examined on those from 0 on."""
+PICTURED = 24
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Grow a small population on a toy task, draw it, and measure its speed.
+    """Train a controller for a minute, put the shipped one beside the controls, and draw what it grows.
 
-    Example: esper demo --rows 24 --epochs 20
+    Example: esper demo --seed 1
     """
 
     out: Path = Path("demo")
-    """Folder for growth.svg."""
-    rows: int = 24
-    """Hosts that grow."""
-    epochs: int = 20
-    """Epochs of their life; one decision per host and epoch."""
+    """Folder for report.html, growth.svg and the run."""
+    rounds: int = 16
+    """Rounds of 48 episodes that the live training takes."""
+    scenarios: int = 64
+    """Held-out scenarios that every arm is played on."""
     seed: int = 0
-    """Decides weights, data and decisions."""
+    """Of the training."""
 
     def __post_init__(self) -> None:
         if self.out.exists() and not self.out.is_dir():
             raise EsperError(f"--out {self.out} is a file; name a folder")
-        if min(self.rows, self.epochs) < 1:
-            raise EsperError("--rows and --epochs must be at least 1")
-
-
-def random_actions(population: Population, generator: torch.Generator) -> Tensor:
-    """One legal action per row, [N, heads], from the random policy."""
-    life = population.life
-    nothing = torch.zeros(life.rows, dtype=torch.int64)
-    keys = torch.randint(2**62, (life.rows,), generator=generator)
-    return Random()(View(population.spec, keys, nothing, nothing, nothing, nothing, nothing > 0, life.verdicts(),
-                         life.free_targets(), seeds_of(life)))
-
-
-def waves(batch: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A toy task for 40-sample sequences: which of ten chirps is hidden in the noise? x [B, N, 1, 40], y [B, N]."""
-    label = torch.randint(10, (batch, rows), generator=generator)
-    time = torch.linspace(0, 1, 40)
-    phase = torch.rand(batch, rows, 1, generator=generator)
-    chirp = torch.sin(2 * torch.pi * (phase + (1 + label[..., None] * 0.6) * time * (1 + time)))
-    return (chirp + 0.5 * torch.randn(chirp.shape, generator=generator)).unsqueeze(2), label
-
-
-def grow(config: Demo, steps: int = 8, batch: int = 32) -> tuple[Population, list[Frame], list[float]]:
-    """(population, one frame per epoch, mean loss per epoch) of a life under random legal decisions."""
-    generator = torch.Generator().manual_seed(config.seed)
-    population = Population(Host("conv1d"), config.rows, seed=config.seed)
-    frames, losses = [], []
-    for _ in range(config.epochs):
-        population.begin_epoch(random_actions(population, generator))
-        losses.append(float(torch.stack([population.train_step(*waves(batch, config.rows, generator))
-                                         for _ in range(steps)]).mean()))
-        life = population.life
-        frames.append(Frame(life.stage.clone(), life.blueprint.clone(), life.alpha.clone()))
-        population.end_epoch(_contributions(population, *waves(4 * batch, config.rows, generator)))
-    return population, frames, losses
-
-
-def _contributions(population: Population, x: Tensor, y: Tensor) -> Contribution:
-    """Accuracy with all seeds on, minus accuracy with one off: extra rows, live state untouched."""
-    rows, slots = population.life.alpha.shape
-    right = (population.forward(x).argmax(2) == y).float()
-    value, error = torch.zeros(rows, slots), torch.zeros(rows, slots)
-    for slot in range(slots):
-        alpha = population.life.alpha.clone()
-        alpha[:, slot] = 0
-        change = right - (population.forward(x, alpha=alpha).argmax(2) == y).float()
-        value[:, slot], error[:, slot] = change.mean(0), change.std(0) / len(x) ** 0.5
-    return Contribution(value, error, population.life.alpha > 0)
+        if self.rounds < 3 or self.scenarios < 2:
+            raise EsperError("--rounds must be at least 3, --scenarios at least 2")
 
 
 def run(config: Demo, console: Console) -> None:
-    console.print(f"Growing {config.rows} conv1d hosts for {config.epochs} epochs by random legal decisions ...")
-    population, frames, losses = grow(config)
-    moves = population.life.drain_transitions()
-    kept, pruned = (sum(move.target is stage for move in moves) for stage in (SeedStage.FOSSILIZED, SeedStage.PRUNED))
-    born = int(population.life.germinations.sum())
-    config.out.mkdir(parents=True, exist_ok=True)
-    path = config.out / "growth.svg"
-    path.write_text(growth_svg(frames, population.spec.blueprints, f"{config.rows} growing hosts, {config.epochs} epochs"))
-    console.print(f"{born} seeds germinated, {kept} fossilized, {pruned} pruned; mean loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-    console.print("Training 32 hosts with three seeds each, as a population and as a loop of modules ...")
-    result = run_population_bench(PopulationBench(rows=32, rounds=3, steps=10, warm_up=1), lambda line: None)
-    console.print(bench_table(result))
-    console.print(f"Picture: {path}\nNext: esper bench population --help, or docs/architecture.md")
+    family, member = find_family(FAMILY), next(m for m in read_mind(MIND) if m.about["family"] == FAMILY)
+    folder = config.out / "run"
+    make_folder(folder)
+    for old in (*folder.glob(f"{STORE}*"), folder / DESCRIPTION, folder / CHECKPOINT, *config.out.glob("demo.db*")):
+        old.unlink(missing_ok=True)
+    console.print(f"1 of 2: a controller learns to grow small networks ({config.rounds} rounds of 48 trainings each)")
+    train(Train(folder, family=FAMILY, preset="quick", rounds=config.rounds, seed=config.seed), console)
+    returns = [utility for (utility,) in read(folder / STORE, "SELECT 100 * utility FROM round ORDER BY round")]
+    if len(returns) < config.rounds:
+        return
+    third = len(returns) // 3
+    console.print(f"points above no growth: {statistics.fmean(returns[:third]):+.1f} in its first third of rounds, "
+                  f"{statistics.fmean(returns[-third:]):+.1f} in its last")
+    console.print(f"\n2 of 2: it, and {MIND} from the package, on {config.scenarios} scenarios that neither has met")
+    store = Store(config.out / "demo.db")
+    court = _played(family, folder, member, config.scenarios)
+    court.record(store)
+    court.conclude([], store)
+    store.close()
+    console.print(_table(court.arms))
+    _draw(family, member.controller, config.out / "growth.svg")
+    facts = {"family": FAMILY, "verdict": "demo", "reason": "it claims nothing", "scenarios": config.scenarios,
+             "seed": config.seed}
+    write_report(config.out / "demo.db", {MINE: folder / STORE}, facts, config.out / "report.html")
+    console.print(f"the report: {config.out / 'report.html'}; what {MIND} grows: {config.out / 'growth.svg'}", markup=False)
+    console.print("next: esper train --family mlp --preset cpu --out runs/mine    a quarter of an hour\n"
+                  "      esper prove --minds runs/mine --rehearsal --out proof    beside every control", markup=False)
+
+
+def _played(family: Family, folder: Path, member: Member, count: int) -> Court:
+    trials, drawn = Trials(family), family.scenarios(count, "validation", START)
+    spec, plan = trials.environment(count).spec, Plan(tuple(member.about["plan"]["seeds"]), member.about["plan"]["start"])
+    mine, episodes = Learned.load(folder / CHECKPOINT, spec, greedy=True), cost_of(folder / STORE)["episodes"]
+    known = Learned(member.controller.bound_to(spec), greedy=True)
+    shared = {"no growth": (trials.play(Wait(), drawn), None), "random": (trials.play(Random(), drawn), None),
+              "heuristic": (trials.play(Heuristic(), drawn), None),
+              "best fixed": (play_plans(trials, [plan] * count, drawn), member.about["plan"]["episodes"])}
+    return Court(drawn, {SHARED: shared, MINE: {"learned": (trials.play(mine, drawn), episodes)},
+                         MIND: {"learned": (trials.play(known, drawn), member.about["episodes"])}})
+
+
+def _table(arms: dict[str, Arms]) -> Table:
+    table = Table("", title="What each way of deciding delivers", title_justify="left")
+    for name in ("points above no growth, 95 %", "accuracy", "grown parameters"):
+        table.add_column(name, justify="right")
+    controls = {name: arm for name, arm in arms[MIND].items() if name != "learned"}
+    bare = controls["no growth"].utility
+    for name, arm in (controls | {f"learned: {who}": each["learned"] for who, each in arms.items()}).items():
+        above = 100 * (arm.utility - bare)
+        low, high = interval(above)
+        gain = "" if name == "no growth" else f"{above.mean():+.1f} ({low:+.1f} to {high:+.1f})"
+        table.add_row(name, gain, f"{100 * arm.score.mean():.1f} %", f"{arm.params.mean():,.0f}")
+    return table
+
+
+def _draw(family: Family, controller: Controller, path: Path) -> None:
+    """A few hosts of every kind, and what the controller lets them grow."""
+    env = MorphogeneticEnv(family, PICTURED)
+    drawn = family.scenarios(8 * PICTURED, "validation", START)
+    longest = (drawn.horizon == max(family.horizons)).nonzero().flatten()[:PICTURED]
+    longest = longest[drawn.kind[longest].argsort(stable=True)]
+    env.reset(drawn.take(longest))
+    policy, frames = Learned(controller.bound_to(env.spec), greedy=True), []
+    while not bool(env.done.all()):
+        env.step(policy(env.view()))
+        life = env.population.life
+        frames.append(Frame(life.stage.clone(), life.blueprint.clone(), life.alpha.clone()))
+    title = f"{PICTURED} hosts grown by {MIND}: {', '.join(_runs(env, drawn.kind[longest]))}"
+    path.write_text(growth_svg(frames, env.spec.blueprints, title))
+
+
+def _runs(env: MorphogeneticEnv, kinds: torch.Tensor) -> list[str]:
+    """Which rows are of which kind."""
+    names, counts = torch.unique_consecutive(kinds, return_counts=True)
+    return [f"{count} {env.family.kinds[kind].name}" for kind, count in zip(names.tolist(), counts.tolist(), strict=True)]

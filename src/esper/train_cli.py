@@ -6,7 +6,7 @@ import platform
 import signal
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,16 @@ class Train:
     """cpu, or cuda; over preset and file."""
     resume: bool = False
     """Go on with the run in --out, bit for bit; needs no other option."""
+    more: int = 0
+    """With --resume: so many rounds beyond those that were declared; rates and exploration then end with the last of these."""
 
     def __post_init__(self) -> None:
         if self.family is not None:
             find_family(self.family)
         if self.preset is not None and self.preset not in PRESETS:
             raise EsperError(f"no --preset {self.preset!r}; choose from {', '.join(PRESETS)}")
+        if self.more < 0 or (self.more and not self.resume):
+            raise EsperError("--more is a number of rounds for a run to --resume")
 
 
 def resolved(options: Train, stored: TrainConfig | None = None) -> TrainConfig:
@@ -147,7 +151,17 @@ def resumed(options: Train) -> tuple[Family, TrainConfig]:
     if different := [name for name, equal in same.items() if not equal]:
         raise EsperError(f"the run in {options.out} has another {' and '.join(different)}; resume it with its own options, "
                          "or with none")
-    return family, config
+    return family, _longer(options, config) if options.more else config
+
+
+def _longer(options: Train, config: TrainConfig) -> TrainConfig:
+    """The run with more rounds; its description says how many were declared before."""
+    path = options.out / DESCRIPTION
+    told, longer = json.loads(path.read_text()), replace(config, rounds=config.rounds + options.more)
+    told |= {"config": described(longer), "declared": [*told.get("declared", []), config.rounds]}
+    with whole(path) as temporary:
+        temporary.write_text(json.dumps(told, indent=1) + "\n")
+    return longer
 
 
 def _conclude(training: Training, console: Console) -> None:

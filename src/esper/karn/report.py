@@ -21,7 +21,7 @@ from esper.nissa import TABLES, read
 
 POOLED, LEARNED = "pooled", "learned"
 VERDICTS = {"holds": "The proof holds", "fails": "The proof fails", "refused": "The proof is refused",
-            "rehearsal": "A rehearsal on validation scenarios"}
+            "rehearsal": "A rehearsal on validation scenarios", "demo": "A demonstration on validation scenarios"}
 ASKED = {"beats": "beats", "matches": "matches", "half": "half of the way between", "reported": "beside"}
 FATES = {"FOSSILIZE": "kept", "PRUNE": "pruned"}
 Row = dict[str, Any]
@@ -71,10 +71,11 @@ def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, obje
     episodes = read(store, "SELECT controller, arm, kind, price, count(*) FROM arm GROUP BY 1, 2, 3, 4")
     evidence = Evidence(rows_of(store, "summary"), rows_of(store, "claim"), seeds_of(store), episodes,
                         {name: _run(path) for name, path in runs.items()})
-    sections = [tag("section", tag("h2", title), show(evidence), id=f"s{number}")
-                for number, (title, show) in enumerate(SECTIONS.items())]
-    links = [tag("a", title, href=f"#s{number}") for number, title in enumerate(SECTIONS)]
-    page = PAGE.format(title=escape(f"Proof: {facts.get('family', store.name)}"), style=STYLE, head=_head(facts),
+    shown = {title: show(evidence) for title, show in SECTIONS.items() if evidence.claims or title not in CLAIMED}
+    sections = [tag("section", tag("h2", title), text, id=f"s{number}") for number, (title, text) in enumerate(shown.items())]
+    links = [tag("a", title, href=f"#s{number}") for number, title in enumerate(shown)]
+    page = PAGE.format(title=escape(f"{'Proof' if evidence.claims else 'Demo'}: {facts.get('family', store.name)}"), style=STYLE,
+                       head=_head(facts),
                        links="".join(links), body="\n".join(sections))
     with whole(out) as path:
         path.write_text(page, encoding="utf-8")
@@ -320,6 +321,8 @@ SPLITS: Mapping[str, Callable[[str, float], tuple[Any, ...]]] = {
     "By hidden type": lambda kind, price: (kind,),
     "By price, in points per 1,000 parameters": lambda kind, price: (price,),
     "By hidden type and price": lambda kind, price: (kind, price)}
+CLAIMED = ("Claims", "Paired differences")
+"""Sections of a proof; other pages claim nothing."""
 SECTIONS: Mapping[str, Callable[[Evidence], str]] = {
     "Arms": _arms, "Claims": _claims, "Paired differences": _forest, "Score against cost": _pareto,
     "What was grown, where and when": _grown, "Seed funnel": _funnel, "Learning curves": _learning, "Total cost": _costs}

@@ -4,7 +4,7 @@ Legend: n scenarios. This is the only place that opens a test split.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -70,13 +70,13 @@ def prove(family: Family, minds: Sequence[Mind], tuned: Tuned, config: ProofConf
         raise EsperError(f"these controls were tuned for {tuned.family!r} as it was then, not for {family.name!r} as it is; "
                          "tune them again")
     sitting = Sitting(family, config.previews, None, tuned, family.scenarios(config.pilot, "validation", start=PILOT), options)
-    before = _Court(sitting, minds, jobs, lambda what: watch(f"pilot: {what}")).arms
+    before = Court(sitting.scenarios, _hear(sitting, minds, jobs, lambda what: watch(f"pilot: {what}"))).arms
     if config.rehearsal:
         sitting = replace(sitting, scenarios=family.scenarios(config.scenarios, "validation", start=REHEARSAL))
     else:
         held = open_test(family.task, ProofKey("the proof: every arm is scored with it once"))
         sitting = replace(sitting, scenarios=family.scenarios(config.scenarios, "test"), held=held)
-    court = _Court(sitting, minds, jobs, watch)
+    court = Court(sitting.scenarios, _hear(sitting, minds, jobs, watch))
     court.record(sink)
     claims = judge(court.arms, before, config.effect)
     verdict, reason = finding(claims)
@@ -133,28 +133,27 @@ class Sitting:
         yield "wider host", lambda: trials.wider(learned().params, drawn), None
 
 
-def _hear(sitting: Sitting, minds: Sequence[Mind], jobs: int, watch: Callable[[str], object]) -> list[Played]:
-    """What all share, then what every mind has of its own."""
-    parts = (None, *minds)
+def _hear(sitting: Sitting, minds: Sequence[Mind], jobs: int, watch: Callable[[str], object]) -> dict[str, Played]:
+    """What all share, and what every mind has of its own."""
+    parts: dict[str, Mind | None] = {SHARED: None} | {mind.name: mind for mind in minds}
     if jobs == 1:
-        return [sitting.play(mind, watch) for mind in parts]
+        return {who: sitting.play(mind, watch) for who, mind in parts.items()}
     with workers(jobs) as pool:
-        waiting = [pool.submit(sitting.play, mind, _silent) for mind in parts]
-        for number, _ in enumerate(as_completed(waiting)):
+        waiting = {who: pool.submit(sitting.play, mind, _silent) for who, mind in parts.items()}
+        for number, _ in enumerate(as_completed(waiting.values())):
             watch(f"{number + 1} of {len(parts)} parts")
-        return [each.result() for each in waiting]
+        return {who: each.result() for who, each in waiting.items()}
 
 
 def _silent(what: str) -> None:
     pass
 
 
-class _Court:
-    """What was played on one set of scenarios."""
+class Court:
+    """What was played on one set of scenarios, by whom; `SHARED` is everybody."""
 
-    def __init__(self, sitting: Sitting, minds: Sequence[Mind], jobs: int, watch: Callable[[str], object]) -> None:
-        names, self.scenarios = (SHARED, *(mind.name for mind in minds)), sitting.scenarios
-        self.played = dict(zip(names, _hear(sitting, minds, jobs, watch), strict=True))
+    def __init__(self, scenarios: Scenarios, played: Mapping[str, Played]) -> None:
+        self.scenarios, self.played = scenarios, played
         known = {who: {name: self._arm(name, *each) for name, each in part.items()} for who, part in self.played.items()}
         shared = known.pop(SHARED)
         self.arms: dict[str, Arms] = {who: shared | own for who, own in known.items()}
@@ -178,7 +177,8 @@ class _Court:
                 sink.write("decision", {"controller": who, "arm": name, **dict(columns)})
             sink.commit()
 
-    def conclude(self, claims: list[Claim], sink: Sink) -> None:
+    def conclude(self, claims: Sequence[Claim], sink: Sink) -> None:
+        """What every arm comes to, and what is claimed about them."""
         for controller, each in {**self.arms, POOLED: pooled(self.arms)}.items():
             above = {name: arm.utility - each[BEATEN[0]].utility for name, arm in each.items()}
             low, high = zip(*(interval(values) for values in above.values()), strict=True)
@@ -188,5 +188,6 @@ class _Court:
                 **{name: [float(getattr(arm, name).mean()) for arm in each.values()] for name in MEANS},
                 "episodes": [arm.episodes for arm in each.values()]})
         rows = [asdict(claim) for claim in claims]
-        sink.write("claim", {name: [row[name] for row in rows] for name in rows[0]})
+        if rows:
+            sink.write("claim", {name: [row[name] for row in rows] for name in rows[0]})
         sink.commit()

@@ -153,6 +153,7 @@ class Training:
         self.family, self.config, self.folder, self.sink = family, config, folder, sink or Nowhere()
         path = folder / CHECKPOINT
         self.agent = PPOAgent.load(path, config.device) if path.exists() else config.agent(family)
+        self.agent.config = replace(self.agent.config, updates=config.rounds)  # more, if the run was made longer
         env = config.environment(family, config.rows)
         twins = Twins(config.environment(family, config.rows, previews=False))
         self.world = Growth(env, twins, config.reward, config.score, config.seed, self.agent.device, config.tell)
