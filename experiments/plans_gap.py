@@ -35,10 +35,12 @@ def main() -> None:
     keep_freed_memory()
     config = json.loads((options.runs[0] / "run.json").read_text())
     family = find_family(config["family"])
-    trials = Trials(family, PreviewConfig(config["config"]["preview_every"], config["config"]["preview_steps"]),
-                    device=options.device)
+    every, steps = config["config"]["preview_every"], config["config"]["preview_steps"]
+    trials = Trials(family, PreviewConfig(every, steps) if every else None, device=options.device)
     found = search(trials, 1, 256, 30, lambda what, done, total: None)
-    tuned = Tuned(family.name, about(family), {}, {}, found.fixed, found.visible, found.oracle, found.rule, found.choices, 30)
+    used = dict.fromkeys((*LEVELS, "best rule"), found.episodes)
+    tuned = Tuned(family.name, about(family), used, {}, found.fixed, found.visible, found.oracle, found.rule, found.choices, 30)
+    tuned.save(options.out / f"tuned-{family.name}.json")
     drawn = family.scenarios(options.scenarios, "validation")
     bare = trials.play(Wait(), drawn).utility
     arms = {level: play_plans(trials, schedule(tuned, level, family, drawn), drawn).utility for level in LEVELS}

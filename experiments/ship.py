@@ -1,8 +1,9 @@
 """Put trained controllers into the package as one mind.
 
-    python experiments/ship.py tamiyo-small --member runs/mnist1d-0 proof/mnist1d/proof.json --member runs/mlp-0 -
+    python experiments/ship.py tamiyo-small --member runs/mlp-1 experiments/results/tuned-mlp.json - --member ...
 
-Each member is the folder of a run that is over, and the proof.json that names it, or - if nothing was proven about it.
+Each member is the folder of a run that is over, the controls that were tuned for its family (`controls.json` of a proof), and the
+proof.json that names it, or - if nothing was proven about it.
 """
 
 import hashlib
@@ -13,12 +14,13 @@ from typing import Any
 from esper.leyline import EsperError
 from esper.nissa import read
 from esper.runs import STORE, stored, trained
+from esper.simic.controls import Tuned
 from esper.tamiyo.minds import FOLDER, Member, write_mind
 
 from shared import parser  # isort: skip
 
 
-def member(folder: Path, proof: str) -> Member:
+def member(folder: Path, controls: Path, proof: str) -> Member:
     found = stored(folder)
     if found is None:
         raise EsperError(f"{folder} holds no run")
@@ -28,6 +30,8 @@ def member(folder: Path, proof: str) -> Member:
     run = json.loads((folder / "run.json").read_text())
     about: dict[str, Any] = {"family": family.name, "host": family.host.kind, "run": run, "agent sha256": known.digest,
                              "episodes": episodes, "host-epochs": epochs, "proof": None}
+    tuned = Tuned.load(controls)
+    about["plan"] = {"seeds": tuned.fixed.seeds, "start": tuned.fixed.start, "episodes": tuned.episodes["best fixed"]}
     if proof != "-":
         text = Path(proof).read_bytes()
         told = json.loads(text)
@@ -42,10 +46,10 @@ def member(folder: Path, proof: str) -> Member:
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("name")
-    options_of.add_argument("--member", nargs=2, action="append", required=True, metavar=("RUN", "PROOF"))
+    options_of.add_argument("--member", nargs=3, action="append", required=True, metavar=("RUN", "CONTROLS", "PROOF"))
     options = options_of.parse_args()
     path = FOLDER / f"{options.name}.safetensors"
-    write_mind(path, [member(Path(folder), proof) for folder, proof in options.member])
+    write_mind(path, [member(Path(run), Path(controls), proof) for run, controls, proof in options.member])
     print(f"{path.stat().st_size:,} bytes in {path}")
 
 

@@ -28,7 +28,7 @@ def test_the_demo_trains_compares_and_draws(tmp_path: Path, capsys: pytest.Captu
         assert main(["demo", "--out", str(out), "--rounds", "3", "--scenarios", "4", "--seed", seed]) == 0
         text = capsys.readouterr().out
         assert "in its first third of rounds" in text
-        for arm in ("no growth", "random", "heuristic", "best fixed", "learned: tamiyo-small", "learned: trained just now"):
+        for arm in ("no growth", "random", "heuristic", "best fixed", "tamiyo-small", "trained just now"):
             assert arm in text
     picture = ET.parse(out / "growth.svg").getroot()
     assert len(picture.findall("{http://www.w3.org/2000/svg}rect")) > 20

@@ -4,7 +4,6 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +40,7 @@ class Demo:
 
     out: Path = Path("demo")
     """Folder for report.html, growth.svg and the run."""
-    rounds: int = 16
+    rounds: int = 20
     """Rounds of 48 episodes that the live training takes."""
     scenarios: int = 64
     """Held-out scenarios that every arm is played on."""
@@ -98,12 +97,12 @@ def _played(family: Family, folder: Path, member: Member, count: int) -> Court:
 
 
 def _table(arms: dict[str, Arms]) -> Table:
-    table = Table("", title="What each way of deciding delivers", title_justify="left")
-    for name in ("points above no growth, 95 %", "accuracy", "grown parameters"):
+    table = Table("", title="What each way of deciding delivers, with 95 % intervals", title_justify="left")
+    for name in ("points above no growth", "accuracy", "grown parameters"):
         table.add_column(name, justify="right")
     controls = {name: arm for name, arm in arms[MIND].items() if name != "learned"}
     bare = controls["no growth"].utility
-    for name, arm in (controls | {f"learned: {who}": each["learned"] for who, each in arms.items()}).items():
+    for name, arm in (controls | {who: each["learned"] for who, each in arms.items()}).items():
         above = 100 * (arm.utility - bare)
         low, high = interval(above)
         gain = "" if name == "no growth" else f"{above.mean():+.1f} ({low:+.1f} to {high:+.1f})"
@@ -123,11 +122,6 @@ def _draw(family: Family, controller: Controller, path: Path) -> None:
         env.step(policy(env.view()))
         life = env.population.life
         frames.append(Frame(life.stage.clone(), life.blueprint.clone(), life.alpha.clone()))
-    title = f"{PICTURED} hosts grown by {MIND}: {', '.join(_runs(env, drawn.kind[longest]))}"
-    path.write_text(growth_svg(frames, env.spec.blueprints, title))
-
-
-def _runs(env: MorphogeneticEnv, kinds: torch.Tensor) -> list[str]:
-    """Which rows are of which kind."""
-    names, counts = torch.unique_consecutive(kinds, return_counts=True)
-    return [f"{count} {env.family.kinds[kind].name}" for kind, count in zip(names.tolist(), counts.tolist(), strict=True)]
+    names = [drawn.kinds[kind].name for kind in drawn.kind[longest].tolist()]
+    title = f"{PICTURED} hosts grown by {MIND}, and what is wrong with them"
+    path.write_text(growth_svg(frames, env.spec.blueprints, title, names))

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 from torch import Tensor
 
 from esper.leyline import SeedStage
 
 _COLOURS = ("#8b95a1", "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#ff9da7", "#9c755f")
-_CELL, _BAND, _GAP, _LEFT, _TOP = 30, 7, 4, 56, 74
+_CELL, _BAND, _GAP, _MARGIN, _TOP, _LETTER = 30, 7, 4, 16, 74, 6.8
+_EXPLAINED = "one line per host, {slots} slots in network order from top to bottom; colour is the blueprint, opacity is alpha"
 
 
 @dataclass(frozen=True)
@@ -20,29 +22,32 @@ class Frame:
     alpha: Tensor
 
 
-def growth_svg(frames: Sequence[Frame], blueprints: Sequence[str], title: str) -> str:
-    """Bars are coloured by blueprint and as opaque as alpha; incubating seeds are outlined, fossils underlined in black."""
+def growth_svg(frames: Sequence[Frame], blueprints: Sequence[str], title: str, names: Sequence[str]) -> str:
+    """Bars are coloured by blueprint and as opaque as alpha; incubating seeds are outlined, fossils underlined in black.
+
+    Hosts have names; one that is the same as the name above it is not repeated.
+    """
     rows, slots = frames[0].stage.shape
-    pitch = slots * _BAND + _GAP
-    width, height = _LEFT + len(frames) * _CELL + 150, _TOP + rows * pitch + 40
+    pitch, left = slots * _BAND + _GAP, _MARGIN + round(_LETTER * max(map(len, names)))
+    width, height = max(left + len(frames) * _CELL + 150, _MARGIN + round(_LETTER * len(_EXPLAINED))), _TOP + rows * pitch + 40
     shown = [b for b in range(len(blueprints)) if any(bool((f.blueprint == b).any()) for f in frames)]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="#24292f">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="26" font-size="16" font-weight="600">{title}</text>',
-        f'<text x="{_LEFT}" y="46" fill="#57606a">one line per host, {slots} slots in network order from top to bottom; '
-        f'colour is the blueprint, opacity is alpha</text>',
+        f'<text x="{_MARGIN}" y="26" font-size="16" font-weight="600">{escape(title)}</text>',
+        f'<text x="{_MARGIN}" y="46" fill="#57606a">{_EXPLAINED.format(slots=slots)}</text>',
     ]
-    parts += [f'<text x="{_LEFT + e * _CELL}" y="{_TOP - 8}" fill="#57606a">{e}</text>' for e in range(0, len(frames), 5)]
-    parts.append(f'<text x="{_LEFT - 8}" y="{_TOP - 8}" text-anchor="end" fill="#57606a">epoch</text>')
-    for row in range(rows):
+    parts += [f'<text x="{left + e * _CELL}" y="{_TOP - 8}" fill="#57606a">{e}</text>' for e in range(0, len(frames), 5)]
+    parts.append(f'<text x="{left - 8}" y="{_TOP - 8}" text-anchor="end" fill="#57606a">epoch</text>')
+    for row, name in enumerate(names):
         y = _TOP + row * pitch
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + pitch // 2 + 3}" text-anchor="end" fill="#57606a">{row}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y}" width="{len(frames) * _CELL}" height="{slots * _BAND}" fill="#f3f5f7"/>')
+        if row == 0 or name != names[row - 1]:
+            parts.append(f'<text x="{left - 8}" y="{y + pitch // 2 + 3}" text-anchor="end" fill="#57606a">{escape(name)}</text>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{len(frames) * _CELL}" height="{slots * _BAND}" fill="#f3f5f7"/>')
     for epoch, frame in enumerate(frames):
-        parts += _bars(frame, _LEFT + epoch * _CELL, pitch)
-    return "\n".join([*parts, *_legend(shown, blueprints, width - 138), "</svg>\n"])
+        parts += _bars(frame, left + epoch * _CELL, pitch)
+    return "\n".join([*parts, *_legend(shown, blueprints, left + len(frames) * _CELL + 12), "</svg>\n"])
 
 
 def _bars(frame: Frame, x: int, pitch: int) -> list[str]:
