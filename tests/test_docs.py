@@ -18,7 +18,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_readme_code_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     grew = "assert float(trace.measured['params'].max()) > 0 and bool(world.env.population.life.germinations.any())"
     code = "\n".join([*blocks, "assert not torch.equal(logits, without) and network is not None", grew])
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ESPER_DATA": str(tmp_path / "data")}
