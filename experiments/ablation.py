@@ -16,13 +16,13 @@ from esper.leyline import EsperError, Observation
 from esper.memory import keep_freed_memory
 from esper.runs import stored, trained
 from esper.simic.court import interval
+from esper.simic.proving import SPARE
 from esper.simic.trials import Trials
 from esper.tamiyo import Controller, Learned, Normaliser, Wait
 from esper.tolaria import PreviewConfig
 
 from shared import parser, write  # isort: skip
 
-START = 200_000
 GROUPS = {
     "scores": {"row": ("measured", "scores", "gap", "moving", "slopes")},
     "clock": {"row": ("epoch", "progress", "epochs_left", "horizon")},
@@ -71,7 +71,7 @@ def main() -> None:
     assert found is not None
     family, config = found
     previews = PreviewConfig(config.preview_every, config.preview_steps) if config.preview_every else None
-    trials, drawn = Trials(family, previews, device=options.device), family.scenarios(options.scenarios, "validation", START)
+    trials, drawn = Trials(family, previews, device=options.device), family.scenarios(options.scenarios, "validation", SPARE)
     spec, bare = trials.environment(len(drawn)).spec, trials.play(Wait(), drawn).utility
     result: dict[str, dict[str, list[float]]] = {}
     for run in options.runs:

@@ -33,6 +33,7 @@ def main() -> None:
     options_of.add_argument("--scenarios", type=int, default=256)
     options = options_of.parse_args()
     keep_freed_memory()
+    options.out.mkdir(parents=True, exist_ok=True)
     config = json.loads((options.runs[0] / "run.json").read_text())
     family = find_family(config["family"])
     every, steps = config["config"]["preview_every"], config["config"]["preview_steps"]

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from esper.runs import DESCRIPTION
+from esper.runs import stored
 
 ONE = """
 import sys
@@ -34,17 +34,18 @@ def main() -> None:
     options_of.add_argument("--preset", default="gpu")
     options_of.add_argument("--runs", type=Path, default=Path("runs"))
     options_of.add_argument("--seconds", type=float, default=float("inf"), help="after which runs are asked to stop")
-    options_of.add_argument("--more", type=int, default=0, help="rounds beyond those that were declared")
+    options_of.add_argument("--rounds", type=int, default=0, help="make runs so long, if they were declared shorter")
     options_of.add_argument("--threads", default="4", help="of each process")
     options = options_of.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     started, running = time.monotonic(), {}
     for seed in options.seeds:
         folder = options.runs / f"{options.family}-{seed}"
-        begun = (folder / DESCRIPTION).exists()
-        asked = {"resume": True, "more": options.more}
-        if not begun:
-            asked = {"family": options.family, "preset": options.preset, "seed": seed}
+        found = stored(folder)
+        if found is None:
+            asked = {"family": options.family, "preset": options.preset, "seed": seed, "rounds": options.rounds or None}
+        else:
+            asked = {"resume": True, "more": max(0, options.rounds - found[1].rounds)}
         with open(f"{folder}.log", "a") as log:
             running[folder] = subprocess.Popen([sys.executable, "-c", ONE, str(folder), repr(asked)], stdout=log,
                                                stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": options.threads})

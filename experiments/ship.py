@@ -15,6 +15,7 @@ from esper.leyline import EsperError
 from esper.nissa import read
 from esper.runs import STORE, stored, trained
 from esper.simic.controls import Tuned
+from esper.simic.controls import about as digest_of
 from esper.tamiyo.minds import FOLDER, Member, write_mind
 
 from shared import parser  # isort: skip
@@ -31,6 +32,8 @@ def member(folder: Path, controls: Path, proof: str) -> Member:
     about: dict[str, Any] = {"family": family.name, "host": family.host.kind, "run": run, "agent sha256": known.digest,
                              "episodes": episodes, "host-epochs": epochs, "proof": None}
     tuned = Tuned.load(controls)
+    if tuned.about != digest_of(family):
+        raise EsperError(f"{controls} was tuned for another family than {family.name}")
     about["plan"] = {"seeds": tuned.fixed.seeds, "start": tuned.fixed.start, "episodes": tuned.episodes["best fixed"]}
     if proof != "-":
         text = Path(proof).read_bytes()

@@ -11,16 +11,13 @@ from pathlib import Path
 
 from esper.memory import keep_freed_memory
 from esper.simic.court import interval
+from esper.simic.proving import SPARE
 from esper.simic.trials import Trials
 from esper.tamiyo import Learned, Random, Wait
 from esper.tamiyo.minds import member_for, read_mind, shipped
 from esper.tolaria import Family, PreviewConfig, find_family
 
 from shared import parser, write  # isort: skip
-
-START = 200_000
-"""Number of the first scenario."""
-
 
 def deeper(family: Family) -> Family:
     """Every stage twice; what is wrong with a stage is wrong with both. Extents are halved as often as before."""
@@ -29,8 +26,9 @@ def deeper(family: Family) -> Family:
 
     kinds = tuple(replace(kind, one_tap=twice(kind.one_tap), width=twice(kind.width), frozen=twice(kind.frozen))
                   for kind in family.kinds)
-    host = replace(family.host, widths=twice(family.host.widths), halvings=family.host.halvings or family.host.stages)
-    return replace(family, host=host, kinds=kinds)
+    host = family.host
+    halvings = (host.halvings or host.stages) * (len(host.inputs) > 1)
+    return replace(family, host=replace(host, widths=twice(host.widths), halvings=halvings), kinds=kinds)
 
 
 def wider(family: Family) -> Family:
@@ -67,7 +65,7 @@ def main() -> None:
     previews = previews_of(options.mind, trained)
     for name, changed in HOSTS.items():
         family = changed(trained)
-        trials, drawn = Trials(family, previews, device=options.device), family.scenarios(options.scenarios, "validation", START)
+        trials, drawn = Trials(family, previews, device=options.device), family.scenarios(options.scenarios, "validation", SPARE)
         spec = trials.environment(len(drawn)).spec
         learned = trials.play(Learned.load(path, spec, options.device, greedy=True), drawn, previews=True)
         result[name] = {"slots": spec.slots, "host parameters": family.host.cost.params, "horizons": family.horizons,

@@ -32,7 +32,13 @@ def test_the_demo_trains_compares_and_draws(tmp_path: Path, capsys: pytest.Captu
             assert arm in text
     picture = ET.parse(out / "growth.svg").getroot()
     assert len(picture.findall("{http://www.w3.org/2000/svg}rect")) > 20
+    (out / "run" / "of-a-demo").unlink()
+    kept = (out / "run" / "run.db").read_bytes()
+    assert main(["demo", "--out", str(out), "--rounds", "3", "--scenarios", "4"]) == 2
+    assert "holds a run that no demo made" in capsys.readouterr().err
+    assert (out / "run" / "run.db").read_bytes() == kept
     page = (out / "report.html").read_text()
+    assert page.count("tamiyo-small</b>") + page.count("tamiyo-small</span>") > 0, "beside the controls, under its own name"
     assert "A demonstration on validation scenarios" in page
     assert "Paired differences" not in page
 

@@ -237,3 +237,21 @@ def test_registry_refuses_strangers() -> None:
     assert "mine" not in blueprints_for("mlp")
     with pytest.raises(EsperError, match="there are noop"):
         find_blueprint("mlp", "conv_heavy")
+
+
+def test_stages_that_keep_their_extent_are_stages_like_any_other() -> None:
+    host = Host("conv1d", widths=(4, 4, 6, 6), halvings=2)
+    assert [shape.extent for shape in host.slots.shapes] == [(20,), (10,), (10,), (10,)]
+    population = Population(host, 3, dtype=torch.float64)
+    blueprint = torch.tensor([[1, 2, 3, 4]] * 3)
+    population.install(torch.arange(3), blueprint, torch.zeros_like(blueprint), torch.full(blueprint.shape, 0.5))
+    x, y = torch.randn(5, 3, 1, 40, dtype=torch.float64), torch.randint(10, (5, 3))
+    for _ in range(3):
+        population.train_step(x, y)
+    logits = population.forward(x)
+    for row in range(3):
+        torch.testing.assert_close(population.extract(row)(x[:, row]), logits[:, row])
+    assert host.cost.flops > Host("conv1d", widths=(4, 4, 6, 6)).cost.flops
+    for kind, number in (("conv1d", 4), ("conv1d", -1), ("mlp", 1)):
+        with pytest.raises(EsperError, match="halvings"):
+            Host(kind, halvings=number)

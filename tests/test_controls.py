@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import os
+import time
 
 import numpy as np
 import pytest
@@ -10,13 +12,14 @@ import torch
 from experiments.controls_table import Row, differences, table
 
 from esper.leyline import ActionSpec, EsperError, SeedStage
-from esper.simic.controls import Tuned, about, births, halving, shuffled, tune
+from esper.prove_cli import _decides
+from esper.simic.controls import Tuned, about, births, halving, in_processes, shuffled, tune
 from esper.simic.gaps import Rule, Split
 from esper.simic.plans import Plan
 from esper.simic.proving import Mind, ProofConfig, prove
 from esper.simic.sweep import conditions
 from esper.simic.trials import Decision, Delivered, Trials
-from esper.tamiyo import Planned, Random, TriggerConfig, Triggered, Wait
+from esper.tamiyo import Controller, Planned, Random, TriggerConfig, Triggered, Wait
 from esper.tolaria import PreviewConfig
 from tests.workshop import toy_data, toy_family
 
@@ -207,10 +210,26 @@ def test_several_processes_find_the_same() -> None:
     one, two = (tune(family, 8, 64, 0, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
     assert (one.episodes, one.triggers, one.fixed, one.visible) == (two.episodes, two.triggers, two.fixed, two.visible)
     assert (one.oracle, one.choices, one.rule.splits) == (two.oracle, two.choices, two.rule.splits)
-    minds = [Mind("a", functools.partial(_random, 1), 8), Mind("b", functools.partial(_random, 2), 8)]
+    controller = Controller.fresh(Trials(family, data=toy_data(inputs=family.host.inputs)).environment(1).spec)
+    minds = [Mind("a", functools.partial(_random, 1), 8), Mind("b", functools.partial(_decides, controller, "cpu"), 8)]
     config = ProofConfig(scenarios=32, pilot=4, rehearsal=True)
     alone, together = (prove(family, minds, one, config, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
     assert str(alone) == str(together)
+
+
+def test_a_process_that_fails_or_dies_is_a_sentence() -> None:
+    with pytest.raises(EsperError, match="an action spec"):
+        in_processes(2, {"one": functools.partial(_fails, "an action spec"), "two": _sleeps}, lambda done: None)
+    with pytest.raises(EsperError, match="one of 2 processes ended early"):
+        in_processes(2, {"one": functools.partial(os._exit, 1), "two": _sleeps}, lambda done: None)
+
+
+def _fails(message: str) -> None:
+    raise EsperError(message)
+
+
+def _sleeps() -> None:
+    time.sleep(0.1)
 
 
 def _random(seed: int, spec: ActionSpec) -> Random:

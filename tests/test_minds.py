@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from esper.kasmina import blueprints_for
+from esper.kasmina.hosts import HOSTS
 from esper.leyline import ActionSpec, EsperError, StateFormatError
 from esper.tamiyo import Controller, Learned, NetworkConfig, minds
 from esper.tamiyo.minds import Member, member_for, read_mind, shipped, write_mind
+from esper.tolaria import find_family
 
 SMALL = NetworkConfig(16, 8, 6, 12)
 
@@ -39,8 +42,10 @@ def test_a_host_is_led_by_the_member_that_knows_its_seeds(mind: list[Controller]
         assert member_for(ActionSpec.decisive(5, ("noop", "my own", blueprints)), members) is members[number]
     policy = Learned.load("two", ActionSpec.decisive(5, ("noop", "glu", "my own")))
     assert torch.equal(policy.controller.network.trunk_op, mind[1].network.trunk_op)
-    with pytest.raises(EsperError, match="this mind knows conv, glu, low_rank, norm; this host offers none of them"):
+    with pytest.raises(EsperError, match="conv, glu, low_rank, norm; of these this host offers 0, and 1 others: train"):
         member_for(ActionSpec.decisive(3, ("noop", "my own")), members)
+    with pytest.raises(EsperError, match="glu, low_rank, norm; of these this host offers 1, and 3 others: train"):
+        member_for(ActionSpec.decisive(3, ("noop", "norm", "a", "b", "c")), members[1:])  # norm is everywhere
     with pytest.raises(EsperError, match="it cannot act in a space of"):
         Learned.load("two", ActionSpec.full(3, ("noop", "glu")))
 
@@ -52,3 +57,17 @@ def test_other_files_are_refused_in_a_sentence(mind: list[Controller], tmp_path:
     (tmp_path / "half.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(StateFormatError, match="cannot read a mind from"):
         read_mind("half")
+
+
+def test_the_shipped_mind_leads_the_hosts_it_was_trained_on_and_refuses_others() -> None:
+    members = read_mind("tamiyo-small")
+    trained = {find_family(member.about["family"]).host.kind: member for member in members}
+    assert "mlp" in trained
+    for kind in HOSTS:
+        spec = ActionSpec.decisive(4, blueprints_for(kind))
+        if kind in trained:
+            assert member_for(spec, members) is trained[kind]
+            Learned.load("tamiyo-small", spec)
+    if "conv1d" not in trained and "cnn" not in trained:
+        with pytest.raises(EsperError, match="train a controller for it"):
+            Learned.load("tamiyo-small", ActionSpec.decisive(3, blueprints_for("conv1d")))

@@ -278,10 +278,12 @@ def test_what_is_kept_by_another_field_is_compared_with_its_own() -> None:
     for epoch, loss in ((0, early), (1, late), (2, late)):  # the third was never met: as the second
         scaled = normaliser(seen(epoch, loss)).row
         torch.testing.assert_close(scaled[:, 3], (loss - loss.mean()) / loss.std(correction=0), atol=1e-4, rtol=1e-4)
-        assert torch.equal(scaled[:, :3], seen(epoch, loss).row[:, :3])
+        assert torch.equal(scaled[:, :3], seen(min(epoch, 1), loss).row[:, :3])
     assert float(normaliser(seen(0, early)).row[-1, 4]) > 1, "other fields are counted over all epochs"
     with pytest.raises(EsperError, match="one field only"):
-        ObservationSpec((Field("a"), Field("b"), Field("c", by="a"), Field("d", by="b")), (), ())
+        ObservationSpec((Field("a", 2), Field("b", 2), Field("c", by="a"), Field("d", by="b")), (), ())
+    with pytest.raises(EsperError, match="a one-hot"):
+        ObservationSpec((Field("a"), Field("c", by="a")), (), ())
 
 
 def test_specs_with_missing_flags_are_refused() -> None:

@@ -241,5 +241,5 @@ def test_the_command_writes_a_verdict_and_a_report(tmp_path: Path, capsys: pytes
     assert (result["verdict"], result["commit"], result["family"]) == ("fails", "abc", "orchard")
     first = result["claims"][0]
     assert {"controller", "control", "n", "difference", "low", "high", "verdict"} <= first.keys()
-    assert "<svg" in (out / "report.html").read_text()
+    assert "<svg" in (out / "proof.html").read_text()
     assert json.loads((out / "controls.json").read_text())["family"] == "orchard"

@@ -291,3 +291,23 @@ def test_a_controller_that_cannot_act_there_is_refused(runs: Path, tmp_path: Pat
     with pytest.raises(EsperError, match="sees other row fields"):
         prove_cli.run(Prove((str(runs / "a"),), tmp_path / "out"), Console(file=sys.stderr))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rehearsal_is_no_proof_and_leaves_its_controls_to_one(runs: Path, proof: Path, tmp_path: Path,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(proof / "controls.json", tmp_path)
+    words = ["prove", "--minds", str(runs / "a"), "--scenarios", str(SCENARIOS), "--pilot", "2", "--out", str(tmp_path)]
+    assert main([*words, "--rehearsal"]) == 0
+    told = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert told["verdict"] == "rehearsal"
+    assert "it proves nothing" in told["reason"]
+    page = (tmp_path / "rehearsal.html").read_text()
+    assert "<h1>Rehearsal: orchard</h1>" in page
+    assert not (tmp_path / "proof.json").exists()
+    before = (tmp_path / "controls.json").read_bytes()
+    assert main(words) == 0
+    assert (tmp_path / "controls.json").read_bytes() == before
+    assert "<h1>Proof: orchard</h1>" in (tmp_path / "proof.html").read_text()
+    capsys.readouterr()
+    assert main([*words, "--rehearsal"]) == 2
+    assert "already holds a rehearsal" in capsys.readouterr().err

@@ -208,11 +208,21 @@ def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
     out = tmp_path / "run"
     (family, config), short = begun(Train(out, "mlp", rounds=2)), replace(CONFIG, rounds=2)
     assert resumed(Train(out, resume=True, more=3)) == (family, replace(config, rounds=5))
-    assert resumed(Train(out, resume=True)) == (family, replace(config, rounds=5)), "it stays so"
-    assert json.loads((out / "run.json").read_text())["declared"] == [2]
+    assert resumed(Train(out, resume=True)) == (family, config), "only when it has begun to run"
+    (out / CHECKPOINT).write_bytes(b"broken")
+    assert main(["train", "--out", str(out), "--resume", "--more", "3"]) == 2
+    assert resumed(Train(out, resume=True)) == (family, config), "what fails changes nothing"
+    (out / CHECKPOINT).unlink()
     for wrong in ({"more": 1}, {"more": -1, "resume": True}):
         with pytest.raises(EsperError, match="--more is a number of rounds for a run to --resume"):
             Train(out, **wrong)  # type: ignore[arg-type]
+    tiny = ["--config", str(tmp_path / "tiny.toml"), "--rounds", "1", "--out", str(tmp_path / "tiny")]
+    (tmp_path / "tiny.toml").write_text("rows = 4\nexam_rows = 2\nexam_every = 0\n")
+    assert main(["train", *tiny]) == 0
+    assert main(["train", "--out", str(tmp_path / "tiny"), "--resume", "--more", "1"]) == 0
+    told = json.loads((tmp_path / "tiny" / "run.json").read_text())
+    assert (told["declared"], told["config"]["rounds"]) == ([1], 2)
+    assert read(tmp_path / "tiny" / "run.db", "SELECT count(*) FROM round") == [(2,)]
     Training(FAMILY, short, tmp_path).run()
     training = Training(FAMILY, CONFIG, tmp_path)
     assert training.agent.updates == 2
@@ -315,3 +325,7 @@ def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> N
     blind.recorded.begin(0)
     assert blind.world.look().told is None
     assert blind.agent.network.config.told == 0
+    with pytest.raises(EsperError, match="told follows from tell"):
+        replace(CONFIG, network=NetworkConfig(told=3))
+    with pytest.raises(EsperError, match="this one expects"):
+        blind.agent.controller.act(glimpse, hidden)

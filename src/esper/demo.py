@@ -16,7 +16,7 @@ from esper.runs import DESCRIPTION, STORE, make_folder
 from esper.simic.controls import play_plans
 from esper.simic.court import Arms, interval
 from esper.simic.plans import Plan
-from esper.simic.proving import SHARED, Court
+from esper.simic.proving import SHARED, SPARE, Court
 from esper.simic.training import CHECKPOINT
 from esper.simic.trials import Trials
 from esper.tamiyo import Controller, Heuristic, Learned, Random, Wait
@@ -26,14 +26,12 @@ from esper.train_cli import Train
 from esper.train_cli import run as train
 
 FAMILY, MIND, MINE = "mlp", "tamiyo-small", "trained just now"
-START = 200_000
-"""Number of the first validation scenario: trainings are examined on those from 0 on."""
 PICTURED = 24
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a controller for a minute, put the shipped one beside the controls, and draw what it grows.
+    """Train a controller for a minute, then watch the shipped one at work.
 
     Example: esper demo --seed 1
     """
@@ -56,10 +54,7 @@ class Demo:
 
 def run(config: Demo, console: Console) -> None:
     family, member = find_family(FAMILY), next(m for m in read_mind(MIND) if m.about["family"] == FAMILY)
-    folder = config.out / "run"
-    make_folder(folder)
-    for old in (*folder.glob(f"{STORE}*"), folder / DESCRIPTION, folder / CHECKPOINT, *config.out.glob("demo.db*")):
-        old.unlink(missing_ok=True)
+    folder = _emptied(config.out)
     console.print(f"1 of 2: a controller learns to grow small networks ({config.rounds} rounds of 48 trainings each)")
     train(Train(folder, family=FAMILY, preset="quick", rounds=config.rounds, seed=config.seed), console)
     returns = [utility for (utility,) in read(folder / STORE, "SELECT 100 * utility FROM round ORDER BY round")]
@@ -72,7 +67,7 @@ def run(config: Demo, console: Console) -> None:
     store = Store(config.out / "demo.db")
     court = _played(family, folder, member, config.scenarios)
     court.record(store)
-    court.conclude([], store)
+    court.conclude([], store, pool=False)
     store.close()
     console.print(_table(court.arms))
     _draw(family, member.controller, config.out / "growth.svg")
@@ -84,8 +79,23 @@ def run(config: Demo, console: Console) -> None:
                   "      esper prove --minds runs/mine --rehearsal --out proof    beside every control", markup=False)
 
 
+def _emptied(out: Path) -> Path:
+    """Where the run will lie. What an earlier demo left there is removed, and nothing else is."""
+    folder, mark = out / "run", out / "run" / "of-a-demo"
+    if (folder / DESCRIPTION).exists() and not mark.exists():
+        raise EsperError(f"{folder} holds a run that no demo made; choose another --out")
+    make_folder(folder)
+    try:
+        for old in (*folder.glob(f"{STORE}*"), folder / DESCRIPTION, folder / CHECKPOINT, *out.glob("demo.db*")):
+            old.unlink(missing_ok=True)
+        mark.touch()
+    except OSError as error:
+        raise EsperError(f"cannot empty {folder}: {error}; choose another --out") from error
+    return folder
+
+
 def _played(family: Family, folder: Path, member: Member, count: int) -> Court:
-    trials, drawn = Trials(family), family.scenarios(count, "validation", START)
+    trials, drawn = Trials(family), family.scenarios(count, "validation", SPARE)
     spec, plan = trials.environment(count).spec, Plan(tuple(member.about["plan"]["seeds"]), member.about["plan"]["start"])
     mine, episodes = Learned.load(folder / CHECKPOINT, spec, greedy=True), cost_of(folder / STORE)["episodes"]
     known = Learned(member.controller.bound_to(spec), greedy=True)
@@ -113,7 +123,7 @@ def _table(arms: dict[str, Arms]) -> Table:
 def _draw(family: Family, controller: Controller, path: Path) -> None:
     """A few hosts of every kind, and what the controller lets them grow."""
     env = MorphogeneticEnv(family, PICTURED)
-    drawn = family.scenarios(8 * PICTURED, "validation", START)
+    drawn = family.scenarios(8 * PICTURED, "validation", SPARE)
     longest = (drawn.horizon == max(family.horizons)).nonzero().flatten()[:PICTURED]
     longest = longest[drawn.kind[longest].argsort(stable=True)]
     env.reset(drawn.take(longest))

@@ -34,7 +34,8 @@ from esper.simic.training import TrainConfig
 from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle
 from esper.tolaria import Family, PreviewConfig, find_family
 
-PROOF = "proof.json"
+PROOF, REHEARSAL = "proof", "rehearsal"
+"""Names of what is written: .json and .db."""
 PLAIN = ("wait", "random", "heuristic")
 """Policies that can be put before the court by name, to see it refuse them."""
 EFFECTS = (1e-6, 1.0)
@@ -51,7 +52,7 @@ class Prove:
     minds: tuple[str, ...]
     """Folders of runs; or wait, random, heuristic, which must fail."""
     out: Path
-    """Folder for proof.json, report.html, proof.db and controls.json."""
+    """Folder for proof.json, proof.html, proof.db and controls.json; a rehearsal's are called so."""
     family: str | None = None
     """Only needed where no run says it."""
     scenarios: int = 256
@@ -73,6 +74,10 @@ class Prove:
     commit: str = ""
     """Noted in the result; by default that of the working directory."""
 
+    @property
+    def name(self) -> str:
+        return REHEARSAL if self.rehearsal else PROOF
+
     def __post_init__(self) -> None:
         if not self.minds:
             raise EsperError("name at least one run with --minds")
@@ -81,8 +86,8 @@ class Prove:
         if not EFFECTS[0] <= self.effect <= EFFECTS[1]:  # nor if it is no number
             raise EsperError(f"--effect is {self.effect}; it must lie between {EFFECTS[0]:g} and {EFFECTS[1]:g}")
         ProofConfig(self.scenarios, self.pilot, self.effect)
-        if os.path.lexists(self.out / PROOF):
-            raise EsperError(f"--out {self.out} already holds a proof; choose another folder")
+        if os.path.lexists(self.out / f"{self.name}.json"):
+            raise EsperError(f"--out {self.out} already holds a {self.name}; choose another folder")
         check_device(self.device)
 
 
@@ -153,7 +158,7 @@ def run(options: Prove, console: Console) -> None:
     for one in candidates:
         one.mind.make(spec)  # who cannot act there is refused before anything is tuned
     make_folder(options.out)
-    path, say = options.out / "proof.db", _speaker(console)
+    path, say = options.out / f"{options.name}.db", _speaker(console)
     with contextlib.closing(_empty(path)) as store:
         tuned = _tuned(options, family, max(options.episodes, *(c.mind.episodes for c in candidates), 1), say)
         config = ProofConfig(options.scenarios, options.pilot, options.effect, previews, options.rehearsal)
@@ -161,10 +166,11 @@ def run(options: Prove, console: Console) -> None:
     console.print(_table(proof))
     facts = _facts(options, family.name, proof)
     console.print(f"{facts['verdict']}: {facts['reason']}", markup=False)
-    write_report(path, {c.mind.name: c.folder / STORE for c in candidates if c.folder}, facts, options.out / "report.html")
-    _write(options.out / PROOF, facts | {"controllers": {c.mind.name: _about(c) for c in candidates},
-                                         "summary": rows_of(path, "summary"), "claims": [asdict(c) for c in proof.claims]})
-    console.print(f"the report: {options.out / 'report.html'}; every figure: {options.out / PROOF}", markup=False)
+    page, figures = (options.out / f"{options.name}.{kind}" for kind in ("html", "json"))
+    write_report(path, {c.mind.name: c.folder / STORE for c in candidates if c.folder}, facts, page)
+    _write(figures, facts | {"controllers": {c.mind.name: _about(c) for c in candidates},
+                             "summary": rows_of(path, "summary"), "claims": [asdict(c) for c in proof.claims]})
+    console.print(f"the report: {page}; every figure: {figures}", markup=False)
 
 
 def _empty(path: Path) -> Store:

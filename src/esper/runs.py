@@ -40,7 +40,7 @@ def stored(folder: Path) -> tuple[Family, TrainConfig] | None:
             raise EsperError("it does not name a family and a config")
         family, config = find_family(told["family"]), changed(TrainConfig(), told["config"], "config")
         if described(config) != told["config"]:
-            raise EsperError("its config is not complete")
+            raise EsperError("its config is not complete, or of another version of Esper")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -61,7 +61,8 @@ class Train:
     resume: bool = False
     """Go on with the run in --out, bit for bit; needs no other option."""
     more: int = 0
-    """With --resume: so many rounds beyond those that were declared; rates and exploration then end with the last of these."""
+    """With --resume: so many rounds beyond those that were declared; rates and exploration then end with the last of these, and
+    the controller so far is replaced as it learns on."""
 
     def __post_init__(self) -> None:
         if self.family is not None:
@@ -91,6 +92,8 @@ def run(options: Train, console: Console) -> None:
     folder, (family, config) = options.out, resumed(options) if options.resume else begun(options)
     store = Store(folder / STORE)
     training = Training(family, config, folder, store)
+    if options.more:
+        _declare(folder, config, options.more)
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     try:
@@ -151,17 +154,15 @@ def resumed(options: Train) -> tuple[Family, TrainConfig]:
     if different := [name for name, equal in same.items() if not equal]:
         raise EsperError(f"the run in {options.out} has another {' and '.join(different)}; resume it with its own options, "
                          "or with none")
-    return family, _longer(options, config) if options.more else config
+    return family, replace(config, rounds=config.rounds + options.more)
 
 
-def _longer(options: Train, config: TrainConfig) -> TrainConfig:
-    """The run with more rounds; its description says how many were declared before."""
-    path = options.out / DESCRIPTION
-    told, longer = json.loads(path.read_text()), replace(config, rounds=config.rounds + options.more)
-    told |= {"config": described(longer), "declared": [*told.get("declared", []), config.rounds]}
-    with whole(path) as temporary:
+def _declare(folder: Path, longer: TrainConfig, more: int) -> None:
+    """The description of a run that has more rounds now; it also says how many were declared before."""
+    told = json.loads((folder / DESCRIPTION).read_text())
+    told |= {"config": described(longer), "declared": [*told.get("declared", []), longer.rounds - more]}
+    with whole(folder / DESCRIPTION) as temporary:
         temporary.write_text(json.dumps(told, indent=1) + "\n")
-    return longer
 
 
 def _conclude(training: Training, console: Console) -> None:

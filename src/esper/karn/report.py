@@ -62,8 +62,10 @@ class Evidence:
 
     @property
     def colours(self) -> dict[str, str]:
-        names = sorted(({row["controller"] for row in self.arms} | set(self.runs)) - {POOLED})
-        return {POOLED: "c0"} | {name: f"c{place % 6 + 1}{' dashed' * (place >= 6)}" for place, name in enumerate(names)}
+        known = {row["controller"] for row in self.arms}
+        names = sorted((known | set(self.runs)) - {POOLED})
+        own = {name: f"c{place % 6 + 1}{' dashed' * (place >= 6)}" for place, name in enumerate(names)}
+        return dict.fromkeys(known & {POOLED}, "c0") | own
 
 
 def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, object], out: Path) -> None:
@@ -74,8 +76,8 @@ def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, obje
     shown = {title: show(evidence) for title, show in SECTIONS.items() if evidence.claims or title not in CLAIMED}
     sections = [tag("section", tag("h2", title), text, id=f"s{number}") for number, (title, text) in enumerate(shown.items())]
     links = [tag("a", title, href=f"#s{number}") for number, title in enumerate(shown)]
-    page = PAGE.format(title=escape(f"{'Proof' if evidence.claims else 'Demo'}: {facts.get('family', store.name)}"), style=STYLE,
-                       head=_head(facts),
+    what = {"demo": "Demo", "rehearsal": "Rehearsal"}.get(str(facts.get("verdict")), "Proof")
+    page = PAGE.format(title=escape(f"{what}: {facts.get('family', store.name)}"), style=STYLE, head=_head(facts),
                        links="".join(links), body="\n".join(sections))
     with whole(out) as path:
         path.write_text(page, encoding="utf-8")
@@ -196,10 +198,20 @@ def _head(facts: Mapping[str, object]) -> str:
     return tag("p", escape(sentence), class_=f"verdict {verdict}") + tag("dl", *items)
 
 
+def _together(evidence: Evidence) -> list[Row]:
+    """One row for every arm: means over controllers where these are pooled, else each controller under its own name."""
+    pooled = [row for row in evidence.arms if row["controller"] == POOLED]
+    if pooled or not evidence.arms:
+        return pooled
+    learned = [row | {"arm": row["controller"]} for row in evidence.arms if row["arm"] == LEARNED]
+    first = evidence.arms[0]["controller"]
+    return [row for row in evidence.arms if row["controller"] == first and row["arm"] != LEARNED] + learned
+
+
 def _arms(evidence: Evidence) -> str:
-    rows = [row for row in evidence.arms if row["controller"] == POOLED]
+    rows = _together(evidence)
     rows.sort(key=lambda row: -math.inf if row["gain"] is None else row["gain"], reverse=True)
-    return _note("Means over all controllers and scenarios, best first.") + _table(ARMS, rows)
+    return _note("Means over all scenarios, best first; controllers of one making are pooled.") + _table(ARMS, rows)
 
 
 def _order(claim: Row) -> tuple[int, float]:
@@ -236,10 +248,10 @@ def _span(claim: Row, colours: Mapping[str, str]) -> charts.Span:
 
 
 def _pareto(evidence: Evidence) -> str:
-    rows = [row for row in evidence.arms if row["controller"] == POOLED and row["score"] is not None]
+    rows = [row for row in _together(evidence) if row["score"] is not None]
     plots = [charts.scatter({row["arm"]: (row[name], 100 * row["score"]) for row in rows}, title, "accuracy, %", LEARNED)
              for name, title in (("params", "grown parameters"), ("flops", "FLOPs, in host trainings"))]
-    return _note("Means over all controllers. Filled and joined: the Pareto front.") + tag("div", *plots, class_="pair")
+    return _note("Means over all scenarios. Filled and joined: the Pareto front.") + tag("div", *plots, class_="pair")
 
 
 def _grown(evidence: Evidence) -> str:

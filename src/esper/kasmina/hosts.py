@@ -86,7 +86,7 @@ class Host:
         object.__setattr__(self, "inputs", tuple(self.inputs) or row.inputs)
         object.__setattr__(self, "widths", tuple(self.widths) or row.widths)
         if (len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 2 or self.taps % 2 == 0
-                or self.halvings < 0):
+                or not 0 <= self.halvings <= self.stages * (len(self.inputs) > 1)):
             raise EsperError(f"impossible {self.kind} host: inputs {self.inputs} (expected {len(row.inputs)} numbers), "
                              f"widths {self.widths}, {self.classes} classes, {self.taps} taps (odd), {self.halvings} halvings")
         if any(extent < 2 ** self._halved(self.stages) for extent in self.inputs[1:]):

@@ -99,8 +99,8 @@ class ObservationSpec:
             names = [field.name for field in part]
             if len(set(names)) != len(names) or any({f.known_by, f.by} - {"", *names} for f in part):
                 raise EsperError(f"an ObservationSpec needs distinct names and flags that exist; got {', '.join(names)}")
-            if len({f.by for f in part} - {""}) > 1:
-                raise EsperError("the statistics of one part of an ObservationSpec can be kept by one field only")
+            if len(keys := {f.by for f in part} - {""}) > 1 or any(f.width < 2 for f in part if f.name in keys):
+                raise EsperError("the statistics of one part of an ObservationSpec can be kept by one field only, a one-hot")
 
     @property
     def widths(self) -> tuple[int, int, int]:

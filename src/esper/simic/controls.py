@@ -3,12 +3,14 @@
 Legend: n scenarios, S slots.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -105,9 +107,21 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor]) -> tupl
     return int(alive[total[alive].argmax()]), used
 
 
-def workers(jobs: int) -> ProcessPoolExecutor:
-    """Processes that share the threads of this one."""
-    return ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (max(1, torch.get_num_threads() // jobs),))
+def in_processes(jobs: int, calls: Mapping[str, Callable[[], Any]], watch: Callable[[int], object]) -> dict[str, Any]:
+    """What each call returns, run in so many processes that share the threads of this one; `watch` is told how many are done."""
+    share = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (share,)) as pool:
+        waiting = {name: pool.submit(call) for name, call in calls.items()}
+        try:
+            for number, each in enumerate(as_completed(waiting.values())):
+                each.result()
+                watch(number + 1)
+        except BrokenProcessPool as error:
+            raise EsperError(f"one of {jobs} processes ended early, perhaps for want of memory; use fewer jobs") from error
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        return {name: each.result() for name, each in waiting.items()}
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -117,15 +131,16 @@ def _silent(what: str, done: int, total: int) -> None:
 def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = _silent, jobs: int = 1,
          **options: Any) -> Tuned:
     """Every control gets at least so many episodes; `options` go to the environments. With several jobs the three triggers and
-    the plans are tuned in processes of their own, which are not watched."""
+    the plans are tuned in processes of their own."""
     if jobs == 1:
         triggers = {name: _tune_trigger(family, name, episodes, rows, watch, options) for name in TRIGGERS}
         found = _search(family, episodes, rows, preview_steps, watch, options)
     else:
-        with workers(jobs) as pool:
-            plans = pool.submit(_search, family, episodes, rows, preview_steps, _silent, options)  # takes longest
-            tuning = {name: pool.submit(_tune_trigger, family, name, episodes, rows, _silent, options) for name in TRIGGERS}
-            triggers, found = {name: job.result() for name, job in tuning.items()}, plans.result()
+        calls: dict[str, Callable[[], Any]] = {  # what takes longest goes first
+            "plans": functools.partial(_search, family, episodes, rows, preview_steps, _silent, options)}
+        calls |= {name: functools.partial(_tune_trigger, family, name, episodes, rows, _silent, options) for name in TRIGGERS}
+        done = in_processes(jobs, calls, lambda number: watch("controls", number, len(calls)))
+        triggers, found = {name: done[name] for name in TRIGGERS}, done["plans"]
     used = {name: count for name, (_, count) in triggers.items()} | dict.fromkeys((*LEVELS, "best rule"), found.episodes)
     return Tuned(family.name, about(family), used, {name: config for name, (config, _) in triggers.items()}, found.fixed,
                  found.visible, found.oracle, found.rule, found.choices, preview_steps)

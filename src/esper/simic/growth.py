@@ -13,7 +13,7 @@ from esper.tolaria import Measurement, MorphogeneticEnv, Scenarios, Scores, Twin
 
 TOLD = ("noise", "shift", "shuffle", "label_noise", "samples", "one_tap", "width", "frozen",
         "twin_accuracy", "twin_probability", "twin_now", "paid")
-"""What the critic alone knows of a row, about 0 to 1 each: its hidden kind, what its twin will score, and what was paid so far.
+"""What the critic alone knows of a row, about -2 to 2 each: its hidden kind, what its twin will score, and what was paid so far.
 None of it depends on what is decided next, so advantages stay unbiased; without it, finding out what kind a row is of looks like
 the work of the action before."""
 

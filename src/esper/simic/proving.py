@@ -5,7 +5,6 @@ Legend: n scenarios. This is the only place that opens a test split.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,15 +13,16 @@ from torch import Tensor
 
 from esper.leyline import ActionSpec, EsperError
 from esper.leyline.telemetry import Nowhere, Sink
-from esper.simic.controls import LEVELS, Tuned, about, play_plans, play_rule, schedule, shuffled, workers
+from esper.simic.controls import LEVELS, Tuned, about, in_processes, play_plans, play_rule, schedule, shuffled
 from esper.simic.court import BEATEN, Arm, Arms, Claim, finding, interquartile_mean, interval, judge, pooled
 from esper.simic.trials import Delivered, Trials
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Family, PreviewConfig, ProofKey, Scenarios, open_test
 
 POOLED, SHARED = "pooled", "all"
-PILOT, REHEARSAL = 100_000, 300_000
-"""Numbers of their first validation scenarios; trainings are watched on those from 0 on."""
+PILOT, SPARE, REHEARSAL = 100_000, 200_000, 300_000
+"""Numbers of their first validation scenarios: of a pilot, of experiments, of a rehearsal. Trainings are watched on those from
+0 on."""
 MEANS = ("utility", "score", "params", "flops")
 
 
@@ -138,11 +138,8 @@ def _hear(sitting: Sitting, minds: Sequence[Mind], jobs: int, watch: Callable[[s
     parts: dict[str, Mind | None] = {SHARED: None} | {mind.name: mind for mind in minds}
     if jobs == 1:
         return {who: sitting.play(mind, watch) for who, mind in parts.items()}
-    with workers(jobs) as pool:
-        waiting = {who: pool.submit(sitting.play, mind, _silent) for who, mind in parts.items()}
-        for number, _ in enumerate(as_completed(waiting.values())):
-            watch(f"{number + 1} of {len(parts)} parts")
-        return {who: each.result() for who, each in waiting.items()}
+    calls = {who: functools.partial(sitting.play, mind, _silent) for who, mind in parts.items()}
+    return in_processes(jobs, calls, lambda done: watch(f"{done} of {len(parts)} parts"))
 
 
 def _silent(what: str) -> None:
@@ -177,9 +174,9 @@ class Court:
                 sink.write("decision", {"controller": who, "arm": name, **dict(columns)})
             sink.commit()
 
-    def conclude(self, claims: Sequence[Claim], sink: Sink) -> None:
-        """What every arm comes to, and what is claimed about them."""
-        for controller, each in {**self.arms, POOLED: pooled(self.arms)}.items():
+    def conclude(self, claims: Sequence[Claim], sink: Sink, pool: bool = True) -> None:
+        """What every arm comes to, and what is claimed about them; controllers of one making may be pooled."""
+        for controller, each in {**self.arms, **({POOLED: pooled(self.arms)} if pool else {})}.items():
             above = {name: arm.utility - each[BEATEN[0]].utility for name, arm in each.items()}
             low, high = zip(*(interval(values) for values in above.values()), strict=True)
             sink.write("summary", {

@@ -50,7 +50,7 @@ class TrainConfig:
     exam_rows: int = 64
     """Scenarios of an examination."""
     tell: bool = True
-    """The critic, and nothing else, is told each row's hidden kind and what its twin will score."""
+    """The critic, and nothing else, is told each row's hidden kind, what its twin will score and what was paid so far."""
     seed: int = 0
     device: str = "cpu"
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -62,6 +62,8 @@ class TrainConfig:
             raise EsperError("rounds, rows, preview_steps and exam_rows must be at least 1, the others at least 0")
         if self.reward not in REWARDS or self.score not in SCORES_OF:
             raise EsperError(f"choose a reward from {', '.join(REWARDS)} and a score from {', '.join(SCORES_OF)}")
+        if self.network.told:
+            raise EsperError("network.told follows from tell; leave it out")
 
     @property
     def pool(self) -> int:

@@ -1,5 +1,6 @@
 """A controller: the network with the statistics that scale what it sees, as one thing to run, save and load."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -54,8 +55,9 @@ class Controller:
         return self.network.trunk_op.device
 
     def on(self, device: torch.device | str) -> "Controller":
-        """The same controller there; this one moves with it."""
-        return Controller(self.network.to(device), self.normaliser)
+        """A copy of it there."""
+        made = copy.deepcopy(self)
+        return Controller(made.network.to(device), made.normaliser)
 
     def bound_to(self, spec: ActionSpec) -> "Controller":
         """For hosts with other slots or blueprints; it must see what hosts show."""

@@ -1,7 +1,7 @@
-"""Minds that ship with Esper: trained controllers by name, one member for each kind of host, with what made them.
+"""Minds that ship with Esper: trained controllers by name, with a member for every kind of host that they know.
 
-A mind is one safetensors file: the weights of its members, and a header that says what each was trained with and where its proof
-lies.
+A mind is one safetensors file: the weights of its members, and a header that says what each was trained with, and the digest and
+verdict of its proof if there is one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,9 +52,13 @@ def _of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
 
 
 def member_for(spec: ActionSpec, members: Sequence[Member]) -> Member:
-    """The one that was trained with most of a host's blueprints."""
+    """The one that was trained with most of a host's blueprints; it must be at least half of them, or half of its own."""
+    offered = set(spec.blueprints) - {"noop"}
     known = [set(member.controller.network.spec.blueprints) - {"noop"} for member in members]
-    shared = [len(each & set(spec.blueprints)) for each in known]
-    if not any(shared):
-        raise EsperError(f"this mind knows {', '.join(sorted(set().union(*known)))}; this host offers none of them")
-    return members[shared.index(max(shared))]
+    shared = [len(each & offered) for each in known]
+    best = shared.index(max(shared))
+    if 2 * shared[best] < min(len(known[best]), len(offered)):  # norm is everywhere
+        names = ", ".join(sorted(set().union(*known)))
+        raise EsperError(f"this mind was trained with {names}; of these this host offers {shared[best]}, and "
+                         f"{len(offered) - shared[best]} others: train a controller for it")
+    return members[best]

@@ -213,13 +213,13 @@ class FactoredRecurrentActorCritic(nn.Module):
     def forward(self, seen: Observation, hidden: Tensor | None = None, reset: Tensor | None = None,
                 told: Tensor | None = None) -> tuple[Decided, Tensor | None]:
         """(logits and values of a sequence [T, B, ...], hidden behind it if there were no resets)."""
-        self._check(seen, hidden, reset)
+        self._check(seen, hidden, reset, told)
         hidden = self.get_initial_hidden(seen.row.shape[1]) if hidden is None else hidden
         encoded = self.encode(seen)
         memory, behind = self.remember(encoded.features, hidden, reset)
         return self.decide(memory, encoded.slot, encoded.candidate, told), behind
 
-    def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None) -> None:
+    def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None, told: Tensor | None) -> None:
         width, rows = self.observation.widths, tuple(seen.row.shape[:2])
         slots, kinds = self.spec.slots, len(self.spec.blueprints)
         expected = {"row": (*rows, width[0]), "slot": (*rows, slots, width[1]), "candidate": (*rows, slots, kinds, width[2])}
@@ -235,6 +235,8 @@ class FactoredRecurrentActorCritic(nn.Module):
                              f"{[rows[1], 2, self.config.hidden]}")
         if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
             raise EsperError(f"reset is {reset.dtype} {list(reset.shape)}; expected torch.bool {list(rows)}")
+        if told is not None and told.shape != (*rows, self.config.told):
+            raise EsperError(f"the critic is told {list(told.shape)}; this one expects {[*rows, self.config.told]}")
 
     @torch.no_grad()
     @exact()

@@ -144,7 +144,7 @@ class Normaliser:
 
     What was not measured counts nothing and stays zero. Fields that are kept by another have statistics for each of its C values:
     what hosts score after one epoch is compared with what hosts score after one epoch. A value that was never met is taken for
-    the last one below it that was.
+    the last one below it that was, in the one-hot too.
     """
 
     def __init__(self, spec: ObservationSpec, device: torch.device | str = "cpu", limit: float = 5.0) -> None:
@@ -186,6 +186,11 @@ class Normaliser:
         mean = torch.where(ready, stat[1], 0.0).gather(0, met).to(values.dtype)
         scale = torch.where(ready, spread, 1.0).gather(0, met).to(values.dtype)
         one_hot = part.one_hot(values)
+        if one_hot is not None:
+            last = torch.where((stat[0] > 1)[:, part.by].any(1), order[:, 0], 0).cummax(0).values
+            place = torch.where(last > 0, last, order[:, 0])  # before the first that was met, itself
+            one_hot = one_hot @ F.one_hot(place, part.values).to(one_hot.dtype)
+            values = torch.cat([values[..., : part.start], one_hot, values[..., part.start + part.values :]], -1)
         normal = ((values - part.at(mean, one_hot)) / part.at(scale, one_hot)).clamp(-self.limit, self.limit) * part.known(values)
         return torch.where(part.scaled, normal, values)
 
