@@ -21,7 +21,7 @@ from shared import parser, write  # isort: skip
 def demo(seed: int) -> dict[str, float]:
     """Points above no growth in the first and the last third of rounds."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "esper.cli", "demo", "--seed", str(seed), "--scenarios", "2", "--out", folder]
+        command = [sys.executable, "-m", "esper.cli", "demo", "--seed", str(seed), "--hosts", "2", "--out", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
                        env=os.environ | {"OMP_NUM_THREADS": "1"})
         rounds = read(Path(folder) / "run" / "run.db", "SELECT 100 * utility FROM round ORDER BY round")

@@ -25,7 +25,7 @@ def test_bench_prints_a_table_and_one_json_line(capsys: pytest.CaptureFixture[st
 def test_the_demo_trains_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new"
     for seed in ("0", "1"):  # a second time in the same folder
-        assert main(["demo", "--out", str(out), "--rounds", "3", "--scenarios", "4", "--seed", seed]) == 0
+        assert main(["demo", "--out", str(out), "--rounds", "3", "--hosts", "4", "--seed", seed]) == 0
         text = capsys.readouterr().out
         assert "in its first third of rounds" in text
         for arm in ("no growth", "random", "heuristic", "best fixed", "tamiyo-small", "trained just now"):
@@ -34,7 +34,7 @@ def test_the_demo_trains_compares_and_draws(tmp_path: Path, capsys: pytest.Captu
     assert len(picture.findall("{http://www.w3.org/2000/svg}rect")) > 20
     (out / "run" / "of-a-demo").unlink()
     kept = (out / "run" / "run.db").read_bytes()
-    assert main(["demo", "--out", str(out), "--rounds", "3", "--scenarios", "4"]) == 2
+    assert main(["demo", "--out", str(out), "--rounds", "3", "--hosts", "4"]) == 2
     assert "holds a run that no demo made" in capsys.readouterr().err
     assert (out / "run" / "run.db").read_bytes() == kept
     page = (out / "report.html").read_text()

@@ -40,16 +40,16 @@ class Demo:
     """Folder for report.html, growth.svg and the run."""
     rounds: int = 20
     """Rounds of 48 episodes that the live training takes."""
-    scenarios: int = 64
-    """Held-out scenarios that every arm is played on."""
+    hosts: int = 64
+    """Held-out scenarios, one host each, that every arm is played on."""
     seed: int = 0
     """Of the training."""
 
     def __post_init__(self) -> None:
         if self.out.exists() and not self.out.is_dir():
             raise EsperError(f"--out {self.out} is a file; name a folder")
-        if self.rounds < 3 or self.scenarios < 2:
-            raise EsperError("--rounds must be at least 3, --scenarios at least 2")
+        if self.rounds < 3 or self.hosts < 2:
+            raise EsperError("--rounds must be at least 3, --hosts at least 2")
 
 
 def run(config: Demo, console: Console) -> None:
@@ -63,15 +63,15 @@ def run(config: Demo, console: Console) -> None:
     third = len(returns) // 3
     console.print(f"points above no growth: {statistics.fmean(returns[:third]):+.1f} in its first third of rounds, "
                   f"{statistics.fmean(returns[-third:]):+.1f} in its last")
-    console.print(f"\n2 of 2: it, and {MIND} from the package, on {config.scenarios} scenarios that neither has met")
+    console.print(f"\n2 of 2: it, and {MIND} from the package, on {config.hosts} scenarios that neither has met")
     store = Store(config.out / "demo.db")
-    court = _played(family, folder, member, config.scenarios)
+    court = _played(family, folder, member, config.hosts)
     court.record(store)
     court.conclude([], store, pool=False)
     store.close()
     console.print(_table(court.arms))
     _draw(family, member.controller, config.out / "growth.svg")
-    facts = {"family": FAMILY, "verdict": "demo", "reason": "it claims nothing", "scenarios": config.scenarios,
+    facts = {"family": FAMILY, "verdict": "demo", "reason": "it claims nothing", "scenarios": config.hosts,
              "seed": config.seed}
     write_report(config.out / "demo.db", {MINE: folder / STORE}, facts, config.out / "report.html")
     console.print(f"the report: {config.out / 'report.html'}; what {MIND} grows: {config.out / 'growth.svg'}", markup=False)
