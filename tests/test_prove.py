@@ -139,6 +139,20 @@ def test_triggers_are_tuned(tuned: Tuned) -> None:
         assert tuned.episodes[name] >= EPISODES
 
 
+def test_controls_that_had_enough_episodes_are_kept(tuned: Tuned) -> None:
+    said: list[str] = []
+    again = tune(FAMILY, EPISODES, rows=128, preview_steps=0, watch=lambda what, done, total: said.append(what), known=tuned)
+    assert not said
+    assert (again.episodes, again.triggers, again.fixed) == (tuned.episodes, tuned.triggers, tuned.fixed)
+    short = dataclasses.replace(tuned, episodes=tuned.episodes | {"gap": 1},
+                                triggers=tuned.triggers | {"gap": dataclasses.replace(tuned.triggers["gap"], blueprint="none")})
+    again = tune(FAMILY, EPISODES, rows=128, preview_steps=0, watch=lambda what, done, total: said.append(what), known=short)
+    assert set(said) == {"gap"}
+    assert (again.episodes, again.triggers) == (tuned.episodes, tuned.triggers)
+    other = dataclasses.replace(tuned, about="of another family")
+    assert tune(FAMILY, 8, rows=128, preview_steps=0, known=other).episodes["gap"] < tuned.episodes["gap"]
+
+
 def test_who_looks_at_previews_is_shown_them(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller and the heuristic; nobody else pays for them."""
     shown: dict[str, set[bool]] = {}

@@ -27,7 +27,7 @@ from esper.leyline import ActionSpec, EsperError
 from esper.leyline.storage import whole
 from esper.nissa import Store
 from esper.runs import STORE, make_folder, stored, trained
-from esper.simic.controls import Tuned, about, tune
+from esper.simic.controls import Tuned, tune
 from esper.simic.court import Claim
 from esper.simic.proving import POOLED, SHARED, Mind, Proof, ProofConfig, prove
 from esper.simic.training import TrainConfig
@@ -212,18 +212,10 @@ def _speaker(console: Console) -> Callable[[str], object]:
 
 
 def _tuned(options: Prove, family: Family, episodes: int, say: Callable[[str], object]) -> Tuned:
-    """Controls that were tuned in this folder before, if they had enough episodes; else new ones."""
+    """Controls that were tuned in this folder before, as far as they had enough episodes; the rest is tuned now."""
     path = options.out / "controls.json"
-    if path.exists():
-        tuned = Tuned.load(path)
-        try:
-            enough = min(tuned.episodes.values()) >= episodes
-        except (AttributeError, TypeError, ValueError) as error:
-            raise EsperError(f"cannot read tuned controls from {path}: {error}; remove it to tune again") from error
-        if tuned.about == about(family) and enough:
-            return tuned
     tuned = tune(family, episodes, options.rows, watch=lambda what, done, total: say(f"tuning {what}: {done} of {total}"),
-                 jobs=options.jobs, device=options.device)
+                 jobs=options.jobs, known=Tuned.load(path) if path.exists() else None, device=options.device)
     tuned.save(path)
     return tuned
 

@@ -33,6 +33,7 @@ from esper.tolaria import Family, Scenarios
 
 LEVELS = ("best fixed", "best per visible condition", "oracle")
 """Plans by what they know."""
+PLANS = "plans"
 SHARE = 3
 """One candidate in so many goes on to the next rung."""
 
@@ -74,10 +75,11 @@ class Tuned:
             splits = (None if s is None else Split(s[0], math.inf if s[1] is None else s[1]) for s in fields["rule"]["splits"])
             rule = Rule(tuple(splits), np.array(fields["rule"]["choices"]))  # type: ignore[arg-type]
             triggers = {name: TriggerConfig(**config) for name, config in fields["triggers"].items()}
+            fields["episodes"] = {name: int(count) for name, count in fields["episodes"].items()}
             lists = {name: list(map(_plan, fields[name])) for name in ("visible", "choices")}
             oracle = [list(map(_plan, row)) for row in fields["oracle"]]
             return cls(**fields | lists | {"rule": rule, "triggers": triggers, "oracle": oracle, "fixed": _plan(fields["fixed"])})
-        except (OSError, ValueError, KeyError, TypeError, IndexError, EsperError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, EsperError) as error:
             raise EsperError(f"cannot read tuned controls from {path}: {error}; remove it to tune again") from error
 
 
@@ -129,21 +131,27 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = _silent, jobs: int = 1,
-         **options: Any) -> Tuned:
-    """Every control gets at least so many episodes; `options` go to the environments. With several jobs the three triggers and
-    the plans are tuned in processes of their own."""
+         known: Tuned | None = None, **options: Any) -> Tuned:
+    """Every control gets at least so many episodes; those `known` that had as many are kept. `options` go to the environments.
+    With several jobs the three triggers and the plans are tuned in processes of their own."""
+    kept: Any = known if known is not None and known.about == about(family) else None
+    before = kept.episodes if kept else {}
+    seen = watch if jobs == 1 else _silent
+    calls: dict[str, Callable[[], Any]] = {
+        PLANS: functools.partial(_search, family, episodes, rows, preview_steps, seen, options),  # takes longest
+        **{name: functools.partial(_tune_trigger, family, name, episodes, rows, seen, options) for name in TRIGGERS}}
+    calls = {name: call for name, call in calls.items() if before.get(LEVELS[0] if name == PLANS else name, 0) < episodes}
     if jobs == 1:
-        triggers = {name: _tune_trigger(family, name, episodes, rows, watch, options) for name in TRIGGERS}
-        found = _search(family, episodes, rows, preview_steps, watch, options)
+        done = {name: call() for name, call in calls.items()}
     else:
-        calls: dict[str, Callable[[], Any]] = {  # what takes longest goes first
-            "plans": functools.partial(_search, family, episodes, rows, preview_steps, _silent, options)}
-        calls |= {name: functools.partial(_tune_trigger, family, name, episodes, rows, _silent, options) for name in TRIGGERS}
         done = in_processes(jobs, calls, lambda number: watch("controls", number, len(calls)))
-        triggers, found = {name: done[name] for name in TRIGGERS}, done["plans"]
-    used = {name: count for name, (_, count) in triggers.items()} | dict.fromkeys((*LEVELS, "best rule"), found.episodes)
-    return Tuned(family.name, about(family), used, {name: config for name, (config, _) in triggers.items()}, found.fixed,
-                 found.visible, found.oracle, found.rule, found.choices, preview_steps)
+    plans, steps = (done[PLANS], preview_steps) if PLANS in done else (kept, kept.preview_steps)
+    used = before | {name: done[name][1] for name in TRIGGERS if name in done}
+    if PLANS in done:
+        used |= dict.fromkeys((*LEVELS, "best rule"), plans.episodes)
+    triggers = {name: done[name][0] if name in done else kept.triggers[name] for name in TRIGGERS}
+    return Tuned(family.name, about(family), used, triggers, plans.fixed, plans.visible, plans.oracle, plans.rule, plans.choices,
+                 steps)
 
 
 def _search(family: Family, episodes: int, rows: int, preview_steps: int, watch: Watch, options: dict[str, Any]) -> Search:
