@@ -18,7 +18,7 @@ from esper.simic.gaps import Rule, Split
 from esper.simic.plans import Plan
 from esper.simic.proving import Mind, ProofConfig, prove
 from esper.simic.sweep import conditions
-from esper.simic.trials import Decision, Delivered, Trials
+from esper.simic.trials import Decision, Delivered, Trials, batches
 from esper.tamiyo import Controller, Planned, Random, TriggerConfig, Triggered, Wait
 from esper.tolaria import PreviewConfig
 from tests.workshop import toy_data, toy_family
@@ -215,6 +215,14 @@ def test_several_processes_find_the_same() -> None:
     config = ProofConfig(scenarios=32, pilot=4, rehearsal=True)
     alone, together = (prove(family, minds, one, config, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
     assert str(alone) == str(together)
+
+
+def test_batches_hold_every_episode_once_and_short_ones_first() -> None:
+    horizon = FAMILY.scenarios(50).horizon
+    parts = list(batches(horizon, 16))
+    assert sorted(torch.cat([part for part, _ in parts]).tolist()) == list(range(50))
+    assert all(len(padded) == 16 and set(padded.tolist()) == set(part.tolist()) for part, padded in parts)
+    assert sum(len(horizon[part].unique()) > 1 for part, _ in parts) <= 1
 
 
 def test_a_process_that_fails_or_dies_is_a_sentence() -> None:

@@ -27,7 +27,7 @@ from esper.leyline.storage import whole
 from esper.simic.gaps import Rule, Split
 from esper.simic.plans import Plan, Search, Watch, played, search
 from esper.simic.sweep import conditions, observe_early
-from esper.simic.trials import Delivered, Trials
+from esper.simic.trials import Delivered, Trials, batches
 from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
 from esper.tolaria import Family, Scenarios
 
@@ -171,15 +171,13 @@ def _tune_trigger(family: Family, name: str, episodes: int, rows: int, watch: Wa
 
     def play(jobs: Tensor) -> Tensor:
         nonlocal done
-        utilities = []
-        for part in jobs.split(rows):
-            padded = torch.cat([part, part[:1].expand(rows - len(part), 2)])
-            scenarios = trials.family.scenarios(int(padded[:, 1].max()) + 1).take(padded[:, 1])
-            policy = Triggered(*(candidates[number] for number in padded[:, 0].tolist()))
-            utilities.append(trials.play(policy, scenarios).utility[: len(part)])
+        scenarios, utilities = family.scenarios(int(jobs[:, 1].max()) + 1).take(jobs[:, 1]), torch.empty(len(jobs))
+        for part, padded in batches(scenarios.horizon, rows):
+            policy = Triggered(*(candidates[number] for number in jobs[padded, 0].tolist()))
+            utilities[part] = trials.play(policy, scenarios.take(padded)).utility[: len(part)]
             done += len(part)
             watch(name, done, episodes)
-        return torch.cat(utilities)
+        return utilities
 
     best, used = halving(len(candidates), episodes, play)
     return candidates[best], used

@@ -16,7 +16,7 @@ from torch import Tensor
 from esper.leyline import ActionSpec
 from esper.simic.gaps import NO_GROWTH, Outcomes, Rule, decide
 from esper.simic.sweep import DECIDE_AT, conditions, grid, observe_early, prices_of
-from esper.simic.trials import Trials
+from esper.simic.trials import Trials, batches
 from esper.tamiyo import Planned
 from esper.tolaria import Family, Scenarios
 
@@ -76,14 +76,15 @@ class Survey:
 
     def play(self, plans: Sequence[Plan], scenarios: Scenarios) -> Tensor:
         """[P, K, 3]: score, parameters, FLOPs."""
-        jobs, results = torch.cartesian_prod(torch.arange(len(plans)), torch.arange(len(scenarios))), []
-        for part in jobs.split(self.rows):
-            padded = torch.cat([part, part[:1].expand(self.rows - len(part), 2)])
-            done = self.trials.play(played([plans[p] for p in padded[:, 0].tolist()], self.spec), scenarios.take(padded[:, 1]))
-            results.append(torch.stack([done.score, done.params.float(), done.flops], 1)[: len(part)])
+        jobs = torch.cartesian_prod(torch.arange(len(plans)), torch.arange(len(scenarios)))
+        results, total = torch.empty(len(jobs), 3), self.episodes + len(jobs)
+        for part, padded in batches(scenarios.horizon[jobs[:, 1]], self.rows):
+            number, scenario = jobs[padded].unbind(1)
+            done = self.trials.play(played([plans[p] for p in number.tolist()], self.spec), scenarios.take(scenario))
+            results[part] = torch.stack([done.score, done.params.float(), done.flops], 1)[: len(part)]
             self.episodes += len(part)
-            self.watch("plans", self.episodes, self.episodes + len(jobs) - sum(map(len, results)))
-        return torch.cat(results).view(len(plans), len(scenarios), 3)
+            self.watch("plans", self.episodes, total)
+        return results.view(len(plans), len(scenarios), 3)
 
 
 def _priced(family: Family, scenarios: Scenarios, runs: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

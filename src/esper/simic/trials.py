@@ -4,6 +4,7 @@ Legend: n scenarios, S slots.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +44,15 @@ class Delivered:
     weight: Tensor
     """FLOPs of the fossils, in those of the bare host."""
     decisions: list[Decision]
+
+
+def batches(horizon: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Episodes [J] by their horizons, so many at a time: (which, the same filled up with the first of them to `rows`).
+
+    Short ones come first, so that few rows wait for longer ones to end.
+    """
+    for part in horizon.argsort(stable=True).split(rows):
+        yield part, torch.cat([part, part[:1].expand(rows - len(part))])
 
 
 class Trials:
