@@ -1,5 +1,6 @@
 """What the README says must run."""
 
+import hashlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from esper.nissa.glossary import glossary
 from esper.simic.court import BEATEN, MATCHED
 from esper.simic.metrics import METRICS
 from esper.tamiyo import TRIGGERS
+from esper.tamiyo.minds import read_mind
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -89,3 +91,30 @@ def test_the_page_on_proofs_names_every_arm_and_claim() -> None:
     text = (README.parent / "docs" / "proof.md").read_text()
     for name in (*BEATEN, *MATCHED, "oracle", "from scratch", "wider host", "holds", "fails", "refused", *TRIGGERS):
         assert name in text, name
+
+
+def test_readme_tells_the_proof_as_it_was_made() -> None:
+    text, proof = README.read_text(), json.loads((README.parent / "experiments" / "proof" / "mlp" / "proof.json").read_text())
+    assert proof["verdict"] == "holds"
+    assert proof["command"] in text
+    assert f"{proof['date']}, {proof['commit']}" in text
+
+    def points(claim: dict) -> str:
+        return f"{100 * claim['difference']:+.1f} ({100 * claim['low']:+.1f} to {100 * claim['high']:+.1f})"
+
+    claims = {(c["control"], c["asked"]): [d for d in proof["claims"] if (d["control"], d["asked"]) == (c["control"], c["asked"])]
+              for c in proof["claims"]}
+    assert len(claims) == 15
+    for same in claims.values():
+        (pooled,), each = [c for c in same if c["controller"] == "pooled"], [c for c in same if c["controller"] != "pooled"]
+        least = min(each, key=lambda claim: claim["difference"])
+        verdict = "reported" if least["asked"] == "reported" else f"{sum(c['verdict'] == 'holds' for c in each)} of 3 hold"
+        assert f"| {points(pooled)} | {points(least)} | {verdict} |" in text
+
+
+def test_the_shipped_mind_is_the_one_that_was_proven() -> None:
+    path = README.parent / "experiments" / "proof" / "mlp" / "proof.json"
+    (member,) = (member for member in read_mind("tamiyo-small") if member.about["family"] == "mlp")
+    told = member.about["proof"]
+    assert told["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert json.loads(path.read_text())["controllers"][told["controller"]]["sha256"] == member.about["agent sha256"]
