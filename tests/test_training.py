@@ -300,8 +300,13 @@ def test_scenarios_that_are_met_again_keep_their_twins(tmp_path: Path) -> None:
     (tmp_path / "again").mkdir()
     stopped = Training(FAMILY, config, tmp_path / "again")
     stopped.run(stop=lambda: stopped.agent.updates >= 3)
-    Training(FAMILY, config, tmp_path / "again").run()
+    resumed_run = Training(FAMILY, config, tmp_path / "again")
+    resumed_run.run()
+    assert resumed_run.world.twins.epochs == 0, "they lie beside the checkpoint"
     assert (tmp_path / "again" / CHECKPOINT).read_bytes() == (tmp_path / CHECKPOINT).read_bytes()
+    other = toy_family(horizons=(6, 7), prices=(2e-4,), flop_prices=(0.01,))
+    with pytest.raises(EsperError, match="holds twins of another family"):
+        Training(other, config, tmp_path / "again")
 
 
 def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from esper.simic.controls import play_plans
 from esper.simic.court import Arms, interval
 from esper.simic.plans import Plan
 from esper.simic.proving import SHARED, SPARE, Court
-from esper.simic.training import CHECKPOINT
+from esper.simic.training import CHECKPOINT, TWINS
 from esper.simic.trials import Trials
 from esper.tamiyo import Controller, Heuristic, Learned, Random, Wait
 from esper.tamiyo.minds import Member, read_mind
@@ -86,7 +86,8 @@ def _emptied(out: Path) -> Path:
         raise EsperError(f"{folder} holds a run that no demo made; choose another --out")
     make_folder(folder)
     try:
-        for old in (*folder.glob(f"{STORE}*"), folder / DESCRIPTION, folder / CHECKPOINT, *out.glob("demo.db*")):
+        mine = [folder / name for name in (DESCRIPTION, CHECKPOINT, TWINS)]
+        for old in (*mine, *folder.glob(f"{STORE}*"), *out.glob("demo.db*")):
             old.unlink(missing_ok=True)
         mark.touch()
     except OSError as error:

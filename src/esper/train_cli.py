@@ -43,7 +43,7 @@ class Train:
     """
 
     out: Path
-    """Folder of the run: run.json, run.db, agent.safetensors."""
+    """Folder of the run: run.json, run.db, agent.safetensors, twins.safetensors."""
     family: str | None = None
     """mlp (default), mnist1d or fashion."""
     preset: str | None = None

@@ -24,7 +24,7 @@ from esper.tamiyo import Controller, Learned, NetworkConfig, PolicyBundle
 from esper.tamiyo.controller import Glimpse
 from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig, Twins
 
-CHECKPOINT = "agent.safetensors"
+CHECKPOINT, TWINS = "agent.safetensors", "twins.safetensors"
 
 
 @dataclass(frozen=True)
@@ -161,21 +161,27 @@ class Training:
         self.world = Growth(env, twins, config.reward, config.score, config.seed, self.agent.device, config.tell)
         self.recorded, self.clock = Recorded(self.world, self.sink, config.pool), time.perf_counter()
         self.twin_epochs = 0
+        if (folder / TWINS).exists():
+            twins.load(folder / TWINS)
 
     def run(self, stop: Callable[[], bool] = lambda: False, watch: Callable[[int], object] = lambda number: None) -> None:
         """`watch` is told the rounds that are done, after each."""
         def after(number: int, metrics: PPOUpdateMetrics) -> None:
+            fresh = self.world.twins.epochs > self.twin_epochs
             self._report(number, metrics)
             if self.config.exam_every and (number + 1) % self.config.exam_every == 0:
                 self.examine("learned", Learned(self.agent.controller, greedy=True), number + 1)
             self.sink.commit()
-            self._checkpoint()
+            self._checkpoint(fresh)
             watch(number + 1)
 
         learn(self.agent, self.recorded, self.config.rows, self.world.steps, self.recorded.begin, after, stop)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, fresh: bool) -> None:
+        """The agent, and the twins that will be met again if some are `fresh`."""
         try:
+            if fresh and self.config.pool:
+                self.world.twins.save(self.folder / TWINS)
             self.agent.save(self.folder / CHECKPOINT)
         except EsperError as error:
             raise EsperError(f"{error}, then resume the run: what it saved before is kept") from error
