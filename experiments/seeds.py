@@ -3,10 +3,11 @@
     python experiments/seeds.py mnist1d 0 1 2 --preset gpu --seconds 520 --runs runs
 
 Runs lie in RUNS/FAMILY-SEED, with what they print beside them. On CUDA start the MPS daemon first (`nvidia-cuda-mps-control -d`):
-without it processes take turns on the device and three take 1.6 times as long. A run stops after the round that it is in.
+without it processes take turns on the device. A run stops after the round that it is in.
 """
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -17,13 +18,14 @@ from pathlib import Path
 from esper.runs import stored
 
 ONE = """
+import json
 import sys
 from pathlib import Path
 from rich.console import Console
 from esper.memory import keep_freed_memory
 from esper.train_cli import Train, run
 keep_freed_memory()
-run(Train(Path(sys.argv[1]), **eval(sys.argv[2])), Console(highlight=False, width=100))
+run(Train(Path(sys.argv[1]), **json.loads(sys.argv[2])), Console(highlight=False, width=100))
 """
 
 
@@ -47,7 +49,7 @@ def main() -> None:
         else:
             asked = {"resume": True, "more": max(0, options.rounds - found[1].rounds)}
         with open(f"{folder}.log", "a") as log:
-            running[folder] = subprocess.Popen([sys.executable, "-c", ONE, str(folder), repr(asked)], stdout=log,
+            running[folder] = subprocess.Popen([sys.executable, "-c", ONE, str(folder), json.dumps(asked)], stdout=log,
                                                stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": options.threads})
     while any(process.poll() is None for process in running.values()):
         time.sleep(1)
