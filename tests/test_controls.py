@@ -197,6 +197,23 @@ def test_halving_finds_the_best_and_spends_its_budget() -> None:
     assert halving(1, 10, lambda part: torch.zeros(len(part))) == (0, 10)
 
 
+def test_halving_goes_on_with_what_is_known_on_other_scenarios() -> None:
+    """A candidate that shines only in the last rung is found if it was known, and so is a better one than the known."""
+    jobs: list[torch.Tensor] = []
+
+    def play(part: torch.Tensor) -> torch.Tensor:
+        jobs.append(part)
+        return torch.where(part[:, 0] == 7, 10.0 * (len(jobs) == 4), part[:, 0] / 50.0)
+
+    assert halving(50, 400, play, first=1000)[0] == 49
+    assert min(int(part[:, 1].min()) for part in jobs) == 1000
+    jobs.clear()
+    assert halving(50, 400, play, known=7)[0] == 7
+    assert len(jobs) == 4
+    jobs.clear()
+    assert halving(50, 400, play, known=6)[0] == 49
+
+
 def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
     drawn = FAMILY.scenarios(200)
     told = conditions(FAMILY, drawn)

@@ -149,6 +149,12 @@ def test_controls_that_had_enough_episodes_are_kept(tuned: Tuned) -> None:
     again = tune(FAMILY, EPISODES, rows=128, preview_steps=0, watch=lambda what, done, total: said.append(what), known=short)
     assert set(said) == {"gap"}
     assert (again.episodes, again.triggers) == (tuned.episodes, tuned.triggers)
+    said.clear()
+    short = dataclasses.replace(tuned, episodes=tuned.episodes | {"gap": EPISODES - 40})
+    again = tune(FAMILY, EPISODES, rows=128, preview_steps=0, watch=lambda what, done, total: said.append(f"{what} {done}"),
+                 known=short)
+    assert EPISODES <= again.episodes["gap"] < EPISODES + 200
+    assert min(int(each.removeprefix("gap ")) for each in said) > EPISODES - 40, "it goes on with the rest"
     other = dataclasses.replace(tuned, about="of another family")
     assert tune(FAMILY, 8, rows=128, preview_steps=0, known=other).episodes["gap"] < tuned.episodes["gap"]
 

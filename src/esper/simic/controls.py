@@ -91,17 +91,20 @@ def about(family: Family) -> str:
     return hashlib.sha256(repr(family).encode()).hexdigest()[:16]
 
 
-def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: int = 0,
+            known: int | None = None) -> tuple[int, int]:
     """(the best of so many candidates, episodes that it took): all play a few scenarios, the better third some more, and so on.
 
-    `play` takes jobs [J, 2] (candidate, number of the scenario) and returns utilities [J]. At least `episodes` are played.
+    `play` takes jobs [J, 2] (candidate, number of the scenario, from `first` on) and returns utilities [J]. At least `episodes`
+    are played. The `known` candidate stays to the end.
     """
     sizes = [count]
     while sizes[-1] > SHARE:
         sizes.append(math.ceil(sizes[-1] / SHARE))
-    alive, total, seen, used = torch.arange(count), torch.zeros(count, dtype=torch.float64), 0, 0
+    alive, total, seen, used = torch.arange(count), torch.zeros(count, dtype=torch.float64), first, 0
     for size in sizes:
-        alive = alive[total[alive].argsort(descending=True, stable=True)[:size]]
+        rank = total[alive] if known is None else torch.where(alive == known, torch.inf, total[alive])
+        alive = alive[rank.argsort(descending=True, stable=True)[:size]]
         each = math.ceil(episodes / len(sizes) / size)
         jobs = torch.cartesian_prod(alive, torch.arange(seen, seen + each))
         total[alive] += play(jobs).double().view(size, each).sum(1)
@@ -132,14 +135,16 @@ def _silent(what: str, done: int, total: int) -> None:
 
 def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = _silent, jobs: int = 1,
          known: Tuned | None = None, **options: Any) -> Tuned:
-    """Every control gets at least so many episodes; those `known` that had as many are kept. `options` go to the environments.
-    With several jobs the three triggers and the plans are tuned in processes of their own."""
+    """Every control gets at least so many episodes; those `known` that had as many are kept, triggers that had fewer are tuned
+    with the rest, plans are searched again. `options` go to the environments. With several jobs the three triggers and the plans
+    are tuned in processes of their own."""
     kept: Any = known if known is not None and known.about == about(family) else None
     before = kept.episodes if kept else {}
     seen = watch if jobs == 1 else _silent
     calls: dict[str, Callable[[], Any]] = {
         PLANS: functools.partial(_search, family, episodes, rows, preview_steps, seen, options),  # takes longest
-        **{name: functools.partial(_tune_trigger, family, name, episodes, rows, seen, options) for name in TRIGGERS}}
+        **{name: functools.partial(_tune_trigger, family, name, episodes, rows, seen, options,
+                                   (kept.triggers[name], before[name]) if kept else None) for name in TRIGGERS}}
     calls = {name: call for name, call in calls.items() if before.get(LEVELS[0] if name == PLANS else name, 0) < episodes}
     if jobs == 1:
         done = {name: call() for name, call in calls.items()}
@@ -166,8 +171,11 @@ def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
 
 
 def _tune_trigger(family: Family, name: str, episodes: int, rows: int, watch: Watch,
-                  options: dict[str, Any]) -> tuple[TriggerConfig, int]:
-    trials, candidates, done = Trials(family, **options), trigger_candidates(family, name), 0
+                  options: dict[str, Any], known: tuple[TriggerConfig, int] | None) -> tuple[TriggerConfig, int]:
+    """On scenarios that were not tuned with before, if the best of so many episodes is known."""
+    trials, candidates = Trials(family, **options), trigger_candidates(family, name)
+    place, before = (candidates.index(known[0]), known[1]) if known is not None and known[0] in candidates else (None, 0)
+    done = before
 
     def play(jobs: Tensor) -> Tensor:
         nonlocal done
@@ -179,8 +187,8 @@ def _tune_trigger(family: Family, name: str, episodes: int, rows: int, watch: Wa
             watch(name, done, episodes)
         return utilities
 
-    best, used = halving(len(candidates), episodes, play)
-    return candidates[best], used
+    best, used = halving(len(candidates), episodes - before, play, before, place)
+    return candidates[best], before + used
 
 
 def schedule(tuned: Tuned, level: str, family: Family, scenarios: Scenarios) -> list[Plan]:
