@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from esper.nissa.glossary import glossary
 from esper.simic.court import BEATEN, MATCHED
 from esper.simic.metrics import METRICS
 from esper.tamiyo import TRIGGERS
 from esper.tamiyo.minds import read_mind
+from esper.tolaria.families import FAMILIES
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -112,9 +115,11 @@ def test_readme_tells_the_proof_as_it_was_made() -> None:
         assert f"| {points(pooled)} | {points(least)} | {verdict} |" in text
 
 
-def test_the_shipped_mind_is_the_one_that_was_proven() -> None:
-    path = README.parent / "experiments" / "proof" / "mlp" / "proof.json"
-    (member,) = (member for member in read_mind("tamiyo-small") if member.about["family"] == "mlp")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shipped_mind_is_the_one_that_was_proven(family: str) -> None:
+    path = README.parent / "experiments" / "proof" / family / "proof.json"
+    (member,) = (member for member in read_mind("tamiyo-small") if member.about["family"] == family)
     told = member.about["proof"]
+    assert told["verdict"] == "holds"
     assert told["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert json.loads(path.read_text())["controllers"][told["controller"]]["sha256"] == member.about["agent sha256"]

@@ -52,11 +52,11 @@ def _of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
 
 
 def member_for(spec: ActionSpec, members: Sequence[Member]) -> Member:
-    """The one that was trained with most of a host's blueprints; it must be at least half of them, or half of its own."""
+    """The one that was trained with most of a host's blueprints and fewest others; at least half of them, or half of its own."""
     offered = set(spec.blueprints) - {"noop"}
     known = [set(member.controller.network.spec.blueprints) - {"noop"} for member in members]
     shared = [len(each & offered) for each in known]
-    best = shared.index(max(shared))
+    best = max(range(len(members)), key=lambda number: (shared[number], -len(known[number])))
     if 2 * shared[best] < min(len(known[best]), len(offered)):  # norm is everywhere
         names = ", ".join(sorted(set().union(*known)))
         raise EsperError(f"this mind was trained with {names}; of these this host offers {shared[best]}, and "
