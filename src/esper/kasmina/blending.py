@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.lift import row_dim
+from esper.kasmina.lift import Opening, row_dim
 from esper.leyline import ALPHA_SPEEDS, TEMPOS, AlphaCurve, Style
 
 _STEEPNESS = {AlphaCurve.SIGMOID_GENTLE: 6.0, AlphaCurve.SIGMOID: 12.0, AlphaCurve.SIGMOID_SHARP: 24.0}
@@ -50,13 +50,14 @@ class SlotRows:
         # Position of each row among the concatenated groups; rows of no group read a row of zeros behind them.
         self.inverse = torch.full((self.total,), len(order), device=order.device)
         self.inverse[order] = torch.arange(len(order), device=order.device)
-        self._padded = [torch.cat([rows, rows[:1].expand(extra)]) for rows, extra in zip(self.groups, self.padding, strict=True)]
-        self._all = torch.cat(self._padded) if self._padded else order
+        self._parts = [torch.cat([rows, rows[:1].expand(extra)]) for rows, extra in zip(self.groups, self.padding, strict=True)]
+        self.padded = torch.cat(self._parts) if self._parts else order
+        self.sizes = [len(rows) for rows in self._parts]
 
     def gather(self, h: Tensor) -> tuple[Tensor, ...]:
         if row_dim(h) == 0:  # then parts of the whole are contiguous
-            return h.index_select(0, self._all).split([len(rows) for rows in self._padded])
-        return tuple(h.index_select(1, rows) for rows in self._padded)
+            return h.index_select(0, self.padded).split(self.sizes)
+        return tuple(h.index_select(1, rows) for rows in self._parts)
 
     def divide(self, special: Tensor) -> tuple[Tensor, Tensor]:
         """(products, gated ones) as views of the special rows."""
@@ -66,7 +67,8 @@ class SlotRows:
     def scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The groups' rows at their places, zeros elsewhere; what padding computed is dropped."""
         dim = row_dim(parts[0])
-        parts = [part.narrow(dim, 0, len(rows)) for part, rows in zip(parts, self.groups, strict=True)]
+        if any(self.padding):
+            parts = [part.narrow(dim, 0, len(rows)) for part, rows in zip(parts, self.groups, strict=True)]
         shape = list(parts[0].shape)
         shape[dim] = self.total
         if parts[0].is_cuda:
@@ -77,18 +79,36 @@ class SlotRows:
         shape[dim] = 0 if self.covered else 1
         return torch.cat([*parts, parts[0].new_zeros(shape)], dim).index_select(dim, self.inverse)  # index_copy_ is slower
 
+    def scatter_whole(self, whole: Tensor) -> Tensor:
+        """As `scatter`, for vectors of all groups in one tensor."""
+        return self.scatter(whole.split(self.sizes) if whole.is_cuda or any(self.padding) else [whole])
+
 
 class Gather(torch.autograd.Function):
-    """h -> one tensor per group of rows. Backward copies rows; `index_select` would add them, atomically on CUDA."""
+    """h -> one tensor per group of rows. Backward copies rows; `index_select` would add them, atomically on CUDA.
+
+    With an `opening`, (shape, eps) of a layer norm that all groups begin with, what they get is normalised: once for all of them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, rows: SlotRows) -> tuple[Tensor, ...]:
-        ctx.rows = rows
-        return rows.gather(h)
+    def forward(ctx: Any, h: Tensor, rows: SlotRows, opening: Opening | None) -> tuple[Tensor, ...]:
+        ctx.rows, ctx.opening = rows, opening
+        if opening is None:
+            return rows.gather(h)
+        whole = h.index_select(0, rows.padded)
+        normed, mean, deviation = torch.native_layer_norm(whole, opening[0], None, None, opening[1])
+        ctx.save_for_backward(whole, mean, deviation)
+        return normed.split(rows.sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.rows.scatter(grads), None
+        rows = ctx.rows
+        if ctx.opening is None:
+            return rows.scatter(grads), None, None
+        whole, mean, deviation = ctx.saved_tensors
+        backward = torch.ops.aten.native_layer_norm_backward
+        grad, _, _ = backward(torch.cat(grads), whole, ctx.opening[0], mean, deviation, None, None, [True, False, False])
+        return rows.scatter_whole(grad), None, None
 
 
 class Blend(torch.autograd.Function):

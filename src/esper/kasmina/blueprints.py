@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.hosts import HOSTS
-from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights, draw_rows, initial_range, lifted
+from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights, draw_rows, initial_range, lifted, lifted_rest, opening
 from esper.leyline import Cost, EsperError, SlotShape
 from esper.leyline.keys import seeded
 
@@ -62,10 +62,11 @@ class Prototype:
         _refuse_unliftable(blueprint.name, self.template, shape)
         self.layout = Layout(self.template)
         self.range = None if blueprint.draws_own_weights else initial_range(self.template)
+        self.opening = opening(self.template)
 
-    def __call__(self, weights: Weights, x: Tensor) -> Tensor:
-        """Outputs of G seeds for x in lifted layout."""
-        return lifted(self.template, weights, x)
+    def __call__(self, weights: Weights, x: Tensor, opened: bool = False) -> Tensor:
+        """Outputs of G seeds for x in lifted layout; `opened` x went through their opening already."""
+        return lifted_rest(self.template, weights, x) if opened else lifted(self.template, weights, x)
 
     def fresh(self, keys: Tensor) -> Tensor:
         """float32 [R, P]: newborn weights, a function of the keys [R] alone."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from esper.leyline.keys import uniform
 
 Weights = dict[str, Tensor]  # name -> [G, *shape]
+Opening = tuple[tuple[int, ...], float]  # of a layer norm: shape, eps
 
 
 class Nothing(nn.Module):
@@ -138,10 +139,13 @@ def _group_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
 def _layer_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if x.dim() != 3 or (layer.elementwise_affine and layer.bias is None):
         return NotImplemented
-    normed = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    return _affine(layer, w, prefix, F.layer_norm(x, layer.normalized_shape, eps=layer.eps))
+
+
+def _affine(layer: nn.LayerNorm, w: Weights, prefix: str, normed: Tensor) -> Tensor:
     if not layer.elementwise_affine:
         return normed
-    return torch.addcmul(per_row(w[prefix + "bias"], x), normed, per_row(w[prefix + "weight"], x))
+    return torch.addcmul(per_row(w[prefix + "bias"], normed), normed, per_row(w[prefix + "weight"], normed))
 
 
 def _pool(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
@@ -210,6 +214,24 @@ def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor
     call = torch.func.vmap(lambda params, rows: torch.func.functional_call(module, params, (rows,)), (0, row_dim(x)))
     copies: Tensor = call(own, x)  # copy-major; its own rank decides the layout, not that of x
     return copies if copies.dim() == 3 else copies.transpose(0, 1)
+
+
+def opening(module: nn.Module) -> Opening | None:
+    """The layer norm of vectors that a module begins with, if it does: modules that begin alike can share its result."""
+    first = next(iter(module), module) if type(module) is nn.Sequential else module
+    hooked = any(part._forward_pre_hooks or part._forward_hooks for part in (module, first))
+    if type(first) is not nn.LayerNorm or hooked or len(first.normalized_shape) > 1:
+        return None
+    return None if first.elementwise_affine and first.bias is None else (first.normalized_shape, first.eps)
+
+
+def lifted_rest(module: nn.Module, w: Weights, x: Tensor) -> Tensor:
+    """As `lifted`, for x that went through the module's opening already."""
+    if isinstance(module, nn.LayerNorm):
+        return _affine(module, w, "", x)
+    for number, (name, child) in enumerate(module.named_children()):
+        x = lifted(child, w, x, f"{name}.") if number else _affine(child, w, f"{name}.", x)  # type: ignore[arg-type]
+    return x
 
 
 class Layout:

@@ -183,6 +183,11 @@ class SlotWiring:
         products = rows[style[rows] == Style.MULTIPLY]
         self.rows = SlotRows([use.rows.to(device) for use in uses], [use.padding for use in uses],
                              torch.cat([products, gates]).to(device), len(products), len(alpha))
+        openings = {use.prototype.opening for use in uses}
+        self.opening = openings.pop() if len(openings) == 1 else None
+        vectors = bool(uses) and not uses[0].prototype.shape.extent
+        plain = vectors and not len(self.rows.special) and not any(self.rows.padding) and device.type == "cpu"
+        self.adds = [self.alpha[use.rows][:, None, None] for use in uses] if plain else None
         for use in uses:
             use.pick = None if use.pick is None else use.pick.to(device)
             use.gated = use.gated.to(device)
@@ -191,8 +196,13 @@ class SlotWiring:
         if not self.uses:
             return h
         weights, tails = zip(*(use.weights(pack) for use in self.uses), strict=True)
-        inputs = Gather.apply(h, self.rows)
-        outputs = [use.prototype(w, x) for use, w, x in zip(self.uses, weights, inputs, strict=True)]
+        inputs = Gather.apply(h, self.rows, self.opening)
+        outputs = [use.prototype(w, x, opened=self.opening is not None)
+                   for use, w, x in zip(self.uses, weights, inputs, strict=True)]
+        if self.adds is not None and not torch.is_grad_enabled():
+            for rows, alpha, output in zip(self.rows.groups, self.adds, outputs, strict=True):
+                h.index_add_(0, rows, output * alpha)  # h is the stage's own output, and nothing else reads it
+            return h
         gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
         gate_weights = torch.cat(gates) if gates else h.new_empty(0, self.uses[0].prototype.gate_size)
         blended: Tensor = Blend.apply(h, self.alpha, self.rows, gate_weights, *outputs)
@@ -224,9 +234,11 @@ class Pass:
         self.columns = (self.env, self.env) if columns is None else tuple(c.to(pack.device) for c in columns)
         rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
         location = pack.locate(style.shape[1])
-        self.branches = [b.to(pack.device) for b in branches or []]
-        late = sum(len(b) for b in self.branches)
-        ends = [len(alpha) - late + sum(len(b) for b in self.branches[: s + 1]) for s in range(style.shape[1])]
+        branches = branches or [torch.empty(0, dtype=torch.int64)] * style.shape[1]
+        begin = len(alpha) - sum(len(b) for b in branches)
+        ends = [begin + sum(len(b) for b in branches[: s + 1]) for s in range(style.shape[1])]
+        self.branches = [torch.cat([torch.arange(end - len(b)), b]).to(pack.device) if len(b) else None
+                         for end, b in zip(ends, branches, strict=True)]
         self.slots = [self._wire(s, alpha[:end], rows[:end], style, location) for s, end in enumerate(ends)]
         self.ghosts = [None if incubate is None else self._wire(s, incubate, rows, style, location)
                        for s in range(style.shape[1])]
@@ -254,8 +266,8 @@ class Pass:
         h = self.host.enter(x)
         for index, (slot, ghost) in enumerate(zip(self.slots, self.ghosts, strict=True)):
             h = self.host.stage(index, self._of(hosts, f"stages.{index}.", h), h, self.compiled)
-            if self.branches and len(self.branches[index]):
-                h = torch.cat([h, h.index_select(row_dim(h), self.branches[index])], row_dim(h))
+            if (copies := self.branches[index]) is not None:
+                h = h.index_select(row_dim(h), copies)
             h = slot(h, self.pack)
             if ghost is not None and ghost.uses:
                 h = StraightThrough.apply(h, ghost(h.detach(), self.pack))

@@ -12,6 +12,9 @@ from torch import Tensor
 from esper.kasmina import Population
 from esper.leyline import Contribution, SeedStage
 
+LOSS, PROBABILITY = 0, 2
+"""Scores by their place."""
+
 
 @dataclass
 class Scores:
@@ -91,7 +94,7 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
     """Measure every row and its counterfactuals on chunks (x [B, N, *inputs], y [B, N])."""
     todo = plan(population)
     logits_of = population.probe(todo.env, todo.alpha) if len(todo.env) else population.forward
-    means, gains, errors = measure(logits_of, todo.env.to(population.device), population.rows, chunks)
+    means, gains, errors = measure(logits_of, todo.env.to(population.device), population.rows, chunks, PROBABILITY)
 
     def scores(where: Tensor) -> Scores:
         return Scores(*means[:, where])
@@ -103,7 +106,7 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
         if not len(todo.env):
             nothing = torch.zeros(where.shape)
             return Contribution(nothing, nothing.clone(), known)
-        value, error = sign * gains[1, extra], errors[1, extra]
+        value, error = sign * gains[extra], errors[extra]
         known = known & value.isfinite() & error.isfinite()
         return Contribution(torch.where(known, value, 0.0), torch.where(known, error, 0.0), known)
 
@@ -111,11 +114,11 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
                     paired(todo.without, 1), paired(todo.previewed, -1))
 
 
-def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int,
-            chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of the metrics [3, N + E], and the gains of each extra row's live row over it with their errors, [2, E] each.
+def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int, chunks: Iterable[tuple[Tensor, Tensor]],
+            score: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Means of the scores [3, N + E], and of one of them what each extra row's live row has more, with its error, [E] each.
 
-    Gains are drops in loss and rises in probability, paired sample by sample.
+    Differences are paired sample by sample.
     """
     sums, count = torch.zeros(()), 0
     for x, y in chunks:
@@ -124,12 +127,11 @@ def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int,
         loss = logits.logsumexp(2) - logits.gather(2, label[..., None]).squeeze(2)
         right = (logits.argmax(2) == label).to(torch.float32)
         scores = torch.stack([loss, right, (-loss).exp()])  # [3, B, N + E]
-        gain = scores[::2].index_select(2, env) - scores[::2, :, rows:]
-        gain[0].neg_()
-        each = torch.cat([t.sum(1, dtype=torch.float64).flatten() for t in (scores, gain, gain.square())])
+        more = scores[score].index_select(1, env) - scores[score, :, rows:]
+        each = torch.cat([t.sum(-2, dtype=torch.float64).flatten() for t in (scores, more, more.square())])
         sums = sums.to(each) + each
         count += len(x)
     every, extra = rows + len(env), len(env)
-    means, mean, square = (sums.cpu() / count).split([3 * every, 2 * extra, 2 * extra])
+    means, mean, square = (sums.cpu() / count).split([3 * every, extra, extra])
     error = ((square - mean * mean).clamp(min=0) / max(count - 1, 1)).sqrt()
-    return means.view(3, every).float(), mean.view(2, extra).float(), error.view(2, extra).float()
+    return means.view(3, every).float(), mean.float(), error.float()

@@ -101,7 +101,7 @@ class Feed:
         if self._shuffles or self._shifts or augment:
             out = x.take(sample[..., None] * x.shape[1] + self._sources(sample, split, augment))
         else:
-            out = x[sample]
+            out = x.index_select(0, sample.flatten()).view(*sample.shape, -1)  # indexing copies number by number
         if self._noisy:
             which = mix(self.key, _NOISE, split)[None] + sample * 2_654_435_761
             out = out + self.noise[None, :, None] * self._noises[which.remainder(NOISES)]

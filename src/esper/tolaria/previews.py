@@ -12,7 +12,7 @@ from torch import Tensor
 from esper.kasmina import Population
 from esper.kasmina.packing import Prefix
 from esper.leyline import ActionSpec, Contribution, EsperError, Head, LifecycleOp, SeedStage
-from esper.tolaria.evaluation import measure
+from esper.tolaria.evaluation import LOSS, measure
 
 if TYPE_CHECKING:
     from esper.tolaria.env import MorphogeneticEnv
@@ -85,8 +85,8 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     chunks = ((a.index_select(1, where), b.index_select(1, where))
               for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
     probe = scratch.probe(every, alpha, prefix)
-    _, gains, errors = measure(probe, of.to(population.device), len(hosts), chunks)
-    return -gains[0], errors[0]
+    _, drops, errors = measure(probe, of.to(population.device), len(hosts), chunks, LOSS)
+    return drops, errors
 
 
 def _charge(env: "MorphogeneticEnv", known: Tensor, steps: int) -> None:
