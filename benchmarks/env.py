@@ -23,7 +23,7 @@ def main() -> None:
         result = run_env_bench(config)
         name = f"env-{config.host}-{config.device}-{config.dtype}"
         publish(name, config.device, result)
-        print(f"{name}: {result['ratio']:.1f}x, {result['host_epochs_per_second']}, evidence "
+        print(f"{name}: {result['ratio']:.1f}x, {result['tight_ratio']:.1f}x, {result['host_epochs_per_second']}, evidence "
               f"{result['counterfactuals']['ratio']:.1f}x, {result['peak_memory_bytes'] / 2**30:.1f} GiB", flush=True)
 
 

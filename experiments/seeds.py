@@ -25,7 +25,9 @@ from rich.console import Console
 from esper.memory import keep_freed_memory
 from esper.train_cli import Train, run
 keep_freed_memory()
-run(Train(Path(sys.argv[1]), **json.loads(sys.argv[2])), Console(highlight=False, width=100))
+asked = json.loads(sys.argv[1])
+sys.argv[1:] = ["train"] + [word for name, value in asked.items() for word in (f"--{name}", str(value)) if word != "True"]
+run(Train(Path(asked.pop("out")), **asked), Console(highlight=False, width=100))
 """
 
 
@@ -45,11 +47,12 @@ def main() -> None:
         folder = options.runs / f"{options.family}-{seed}"
         found = stored(folder)
         if found is None:
-            asked = {"family": options.family, "preset": options.preset, "seed": seed, "rounds": options.rounds or None}
+            asked = {"family": options.family, "preset": options.preset, "seed": seed, "out": str(folder)}
+            asked |= {"rounds": options.rounds} if options.rounds else {}
         else:
-            asked = {"resume": True, "more": max(0, options.rounds - found[1].rounds)}
+            asked = {"out": str(folder), "resume": True, "more": max(0, options.rounds - found[1].rounds)}
         with open(f"{folder}.log", "a") as log:
-            running[folder] = subprocess.Popen([sys.executable, "-c", ONE, str(folder), json.dumps(asked)], stdout=log,
+            running[folder] = subprocess.Popen([sys.executable, "-c", ONE, json.dumps(asked)], stdout=log,
                                                stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": options.threads})
     while any(process.poll() is None for process in running.values()):
         time.sleep(1)

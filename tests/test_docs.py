@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from esper.nissa.glossary import glossary
+from esper.simic.controls import LEVELS
 from esper.simic.court import BEATEN, MATCHED
 from esper.simic.metrics import METRICS
 from esper.tamiyo import TRIGGERS
@@ -107,6 +108,9 @@ def test_readme_tells_the_proofs_as_they_were_made() -> None:
         assert proof["command"] in text
         report = f"[proof.html](experiments/proof/{family}/proof.html)"
         assert f"| {proof['scenarios']} | {report} | {proof['date']}, {proof['commit']}," in text
+        trained = min(each["episodes"] for each in proof["controllers"].values())
+        tuned = min(row["episodes"] for row in proof["summary"] if row["arm"] in (*TRIGGERS, *LEVELS, "best rule"))
+        assert f"| `{family}` | {trained:,} episodes each | {tuned:,} or more |" in text
         each = [claim for claim in proof["claims"] if claim["controller"] != "pooled"]
         assert {claim["verdict"] for claim in each} == {"holds", "reported"}
         for asked in dict.fromkeys((claim["control"], claim["asked"]) for claim in each):
@@ -114,8 +118,11 @@ def test_readme_tells_the_proofs_as_they_were_made() -> None:
             cells.setdefault(asked, []).append("{:+.1f} ({:+.1f} to {:+.1f})".format(
                 *(100 * least[name] for name in ("difference", "low", "high"))))
     assert len(cells) == 15
-    for row in cells.values():
-        assert f"| {' | '.join(row)} |" in text
+    names = {"best rule": "best rule on what is observed",
+             "best per visible condition and oracle": "half way from best per visible condition to the oracle"}
+    asks = {"beats": "each must be above", "matches": "each must match it", "half": "each must reach it", "reported": "reported"}
+    for (control, asked), row in cells.items():
+        assert f"| {names.get(control, control)} | {asks[asked]} | {' | '.join(row)} |" in text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

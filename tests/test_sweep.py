@@ -111,4 +111,6 @@ def test_bench_env_command(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert result["host_epochs_per_second"]["environment"] > 0
     assert result["ratio"] > 0
+    assert result["tight_ratio"] > 0
+    assert {len(values) for values in result["rounds_host_epochs_per_second"].values()} == {1}
     assert result["counterfactuals"]["ratio"] > 0.5

@@ -1,14 +1,17 @@
 """Numerical twins: the population against plain PyTorch modules, in float64."""
 
 import shutil
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
-from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
+from esper.kasmina import BLUEPRINTS, HOSTS, INCUBATION, Host, OptimConfig, Population
+from esper.kasmina.blueprints import Blueprint, SeedKind
 from esper.kasmina.packing import MULTIPLE
-from esper.leyline import LifecycleOp, SeedStage, Transition
+from esper.leyline import LifecycleOp, SeedStage, SlotShape, Style, Transition
 from tests.reference import PlainHost, batch, known_contributions, small_hosts
 from tests.workshop import random_actions
 
@@ -209,3 +212,66 @@ def test_bfloat16_stays_near(kind: str, device: str) -> None:
     exact, near = population.forward(x), rough.forward(x).double()
     assert 0 < float((near - exact).norm() / exact.norm()) < 2e-2
     torch.testing.assert_close(rough.train_step(x, y).double(), population.train_step(x, y), rtol=2e-2, atol=2e-2)
+
+
+def planted(blueprints: tuple[str, ...], styles: torch.Tensor, alpha: float, dtype: torch.dtype, kind: str = "mlp") -> Population:
+    """One row per blueprint, with it in every slot."""
+    host = Host(kind, **small_hosts()[kind])
+    population = Population(host, len(blueprints), dtype=dtype, optim=OptimConfig(lr=0.05))
+    seeds = torch.tensor([population.spec.blueprints.index(name) for name in blueprints])[:, None].expand(-1, 3)
+    population.install(torch.arange(len(seeds)), seeds, styles[:, None].expand(-1, 3), torch.full(seeds.shape, alpha))
+    return population
+
+
+def trained(population: Population, plain: Sequence[PlainHost] = ()) -> Population:
+    """A few steps, for newborn seeds compute nothing; beside plain modules, if there are any."""
+    generator = torch.Generator().manual_seed(0)
+    for host in plain:
+        host.follow()
+    for _ in range(5):
+        x, y = batch(population, 6, generator)
+        losses = population.train_step(x, y)
+        for row, host in enumerate(plain):
+            assert float(losses[row]) == pytest.approx(host.step(x[:, row], y[:, row]), abs=1e-8)
+    return population
+
+
+@pytest.mark.parametrize("mine", [
+    lambda shape: nn.Sequential(nn.LayerNorm(shape.channels), (act := nn.ReLU()), nn.Linear(shape.channels, shape.channels), act),
+    lambda shape: nn.Sequential(nn.LayerNorm(shape.channels, eps=0.1), nn.Linear(shape.channels, shape.channels)),
+    lambda shape: nn.Linear(shape.channels, shape.channels),
+], ids=["the same norm", "another eps", "no norm"])
+def test_seeds_that_begin_alike_or_not_share_a_slot(mine: Callable[[SlotShape], nn.Module],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a norm that all of them begin with, or one that begins otherwise beside those that do."""
+    monkeypatch.setitem(BLUEPRINTS, ("mlp", "mine"), Blueprint("mine", mine, ("mlp",), SeedKind.DENSE))
+    names = ("norm", "low_rank", "glu", "mlp_small", "mlp_heavy", "mine", "mine")
+    population = planted(names, torch.full((7,), int(Style.ADD)), 0.3, torch.float64)
+    trained(population, [PlainHost(population, row) for row in range(7)])
+    x, _ = batch(population, 6, torch.Generator().manual_seed(1))
+    logits = population.forward(x)
+    for row in range(7):
+        torch.testing.assert_close(population.extract(row)(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-10)
+
+
+def test_a_layer_norm_of_an_extent_is_not_taken_for_one_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(shape: SlotShape) -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(shape.extent[0]), nn.Linear(shape.extent[0], shape.extent[0]))
+
+    monkeypatch.setitem(BLUEPRINTS, ("conv1d", "mine"), Blueprint("mine", build, ("conv1d",), SeedKind.MIXER))
+    population = trained(planted(("mine",) * 3, torch.full((3,), int(Style.ADD)), 0.3, torch.float64, "conv1d"))
+    x, _ = batch(population, 6, torch.Generator().manual_seed(1))
+    for row in range(3):
+        torch.testing.assert_close(population.extract(row)(x[:, row]).detach(), population.forward(x)[:, row], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_row_computes_does_not_depend_on_its_neighbours_style(dtype: torch.dtype) -> None:
+    """Not even in the last bit: plain sums take another way when nothing else is in the slot."""
+    names = ("norm", "glu", "mlp_heavy", "mlp_heavy")
+    styles = torch.full((4,), int(Style.ADD))
+    sums = trained(planted(names, styles, 0.3, dtype))
+    x, _ = batch(sums, 7, torch.Generator().manual_seed(1))
+    mixed = trained(planted(names, styles.index_fill(0, torch.tensor([3]), int(Style.MULTIPLY)), 0.3, dtype))
+    assert torch.equal(sums.forward(x)[:, :3], mixed.forward(x)[:, :3])
+    assert not torch.equal(sums.forward(x)[:, 3], mixed.forward(x)[:, 3])

@@ -62,7 +62,7 @@ class Prototype:
         _refuse_unliftable(blueprint.name, self.template, shape)
         self.layout = Layout(self.template)
         self.range = None if blueprint.draws_own_weights else initial_range(self.template)
-        self.opening = opening(self.template)
+        self.opening = None if shape.extent else opening(self.template)
 
     def __call__(self, weights: Weights, x: Tensor, opened: bool = False) -> Tensor:
         """Outputs of G seeds for x in lifted layout; `opened` x went through their opening already."""

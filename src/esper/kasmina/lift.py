@@ -217,7 +217,7 @@ def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor
 
 
 def opening(module: nn.Module) -> Opening | None:
-    """The layer norm of vectors that a module begins with, if it does: modules that begin alike can share its result."""
+    """The layer norm that a module of vectors begins with, if it does: modules that begin alike can share its result."""
     first = next(iter(module), module) if type(module) is nn.Sequential else module
     hooked = any(part._forward_pre_hooks or part._forward_hooks for part in (module, first))
     if type(first) is not nn.LayerNorm or hooked or len(first.normalized_shape) > 1:
@@ -229,7 +229,7 @@ def lifted_rest(module: nn.Module, w: Weights, x: Tensor) -> Tensor:
     """As `lifted`, for x that went through the module's opening already."""
     if isinstance(module, nn.LayerNorm):
         return _affine(module, w, "", x)
-    for number, (name, child) in enumerate(module.named_children()):
+    for number, (name, child) in enumerate(module._modules.items()):
         x = lifted(child, w, x, f"{name}.") if number else _affine(child, w, f"{name}.", x)  # type: ignore[arg-type]
     return x
 

@@ -187,7 +187,7 @@ class SlotWiring:
         self.opening = openings.pop() if len(openings) == 1 else None
         vectors = bool(uses) and not uses[0].prototype.shape.extent
         plain = vectors and not len(self.rows.special) and not any(self.rows.padding) and device.type == "cpu"
-        self.adds = [self.alpha[use.rows][:, None, None] for use in uses] if plain else None
+        self.strengths = [self.alpha[use.rows][:, None, None] for use in uses] if plain else None
         for use in uses:
             use.pick = None if use.pick is None else use.pick.to(device)
             use.gated = use.gated.to(device)
@@ -199,9 +199,9 @@ class SlotWiring:
         inputs = Gather.apply(h, self.rows, self.opening)
         outputs = [use.prototype(w, x, opened=self.opening is not None)
                    for use, w, x in zip(self.uses, weights, inputs, strict=True)]
-        if self.adds is not None and not torch.is_grad_enabled():
-            for rows, alpha, output in zip(self.rows.groups, self.adds, outputs, strict=True):
-                h.index_add_(0, rows, output * alpha)  # h is the stage's own output, and nothing else reads it
+        if self.strengths is not None and not torch.is_grad_enabled():
+            for rows, strength, output in zip(self.rows.groups, self.strengths, outputs, strict=True):
+                h.index_copy_(0, rows, torch.addcmul(h.index_select(0, rows), output, strength))  # h is a stage's own output
             return h
         gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
         gate_weights = torch.cat(gates) if gates else h.new_empty(0, self.uses[0].prototype.gate_size)
@@ -269,7 +269,7 @@ class Pass:
             if (copies := self.branches[index]) is not None:
                 h = h.index_select(row_dim(h), copies)
             h = slot(h, self.pack)
-            if ghost is not None and ghost.uses:
+            if ghost is not None and ghost.uses and torch.is_grad_enabled():  # they change nothing but gradients
                 h = StraightThrough.apply(h, ghost(h.detach(), self.pack))
         return self.host.head(self._of(hosts, "head.", h), h)
 

@@ -96,7 +96,8 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: 
     """(the best of so many candidates, episodes that it took): all play a few scenarios, the better third some more, and so on.
 
     `play` takes jobs [J, 2] (candidate, number of the scenario, from `first` on) and returns utilities [J]. At least `episodes`
-    are played. The `known` candidate stays to the end.
+    are played. The `known` candidate is the best of earlier ones: it stays to the end, and is replaced only by one that is better
+    on the last scenarios, with which nobody was chosen, by two standard errors.
     """
     sizes = [count]
     while sizes[-1] > SHARE:
@@ -107,9 +108,14 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: 
         alive = alive[rank.argsort(descending=True, stable=True)[:size]]
         each = math.ceil(episodes / len(sizes) / size)
         jobs = torch.cartesian_prod(alive, torch.arange(seen, seen + each))
-        total[alive] += play(jobs).double().view(size, each).sum(1)
+        played = play(jobs).double().view(size, each)
+        total[alive] += played.sum(1)
         seen, used = seen + each, used + len(jobs)
-    return int(alive[total[alive].argmax()]), used
+    best = int(alive[total[alive].argmax()])
+    if known is not None and best != known:
+        ahead = (played[alive == best] - played[alive == known]).flatten()
+        best = best if ahead.mean() > 2 * ahead.std() / math.sqrt(each) else known  # one scenario has no error
+    return best, used
 
 
 def in_processes(jobs: int, calls: Mapping[str, Callable[[], Any]], watch: Callable[[int], object]) -> dict[str, Any]:
@@ -144,7 +150,8 @@ def tune(family: Family, episodes: int, rows: int = 512, preview_steps: int = 30
     calls: dict[str, Callable[[], Any]] = {
         PLANS: functools.partial(_search, family, episodes, rows, preview_steps, seen, options),  # takes longest
         **{name: functools.partial(_tune_trigger, family, name, episodes, rows, seen, options,
-                                   (kept.triggers[name], before[name]) if kept else None) for name in TRIGGERS}}
+                                   (kept.triggers[name], before[name]) if kept and name in before else None)
+           for name in TRIGGERS}}
     calls = {name: call for name, call in calls.items() if before.get(LEVELS[0] if name == PLANS else name, 0) < episodes}
     if jobs == 1:
         done = {name: call() for name, call in calls.items()}
@@ -172,7 +179,7 @@ def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
 
 def _tune_trigger(family: Family, name: str, episodes: int, rows: int, watch: Watch,
                   options: dict[str, Any], known: tuple[TriggerConfig, int] | None) -> tuple[TriggerConfig, int]:
-    """On scenarios that were not tuned with before, if the best of so many episodes is known."""
+    """Continues on other scenarios if the best of so many earlier episodes is known."""
     trials, candidates = Trials(family, **options), trigger_candidates(family, name)
     place, before = (candidates.index(known[0]), known[1]) if known is not None and known[0] in candidates else (None, 0)
     done = before
