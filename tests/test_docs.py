@@ -126,6 +126,20 @@ def test_readme_tells_the_proofs_as_they_were_made() -> None:
         assert f"| {names.get(control, control)} | {asks[asked]} | {' | '.join(row)} |" in text
 
 
+def test_readme_tells_of_hosts_never_seen_as_they_were_measured() -> None:
+    text, cells = README.read_text(), dict[str, list[str]]()
+    for family in ("mlp", "mnist1d", "fashion"):
+        result = json.loads((README.parent / "experiments" / "results" / f"zero-shot-{family}.json").read_text())
+        assert f"`{family}` {result['date']}, {result['commit']}" in text
+        for host, points in result["points"].items():
+            for mean, low, high in (points["above no growth"], points["above random"]):
+                assert low > 0
+                cells.setdefault(host, []).append(f"{mean:+.1f} ({low:+.1f} to {high:+.1f})")
+    assert len(cells) == 4
+    for host, row in cells.items():
+        assert f"| {host} | {' | '.join(row)} |" in text
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_shipped_mind_is_the_one_that_was_proven(family: str) -> None:
     path = README.parent / "experiments" / "proof" / family / "proof.json"
