@@ -116,7 +116,7 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
 
 def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int, chunks: Iterable[tuple[Tensor, Tensor]],
             score: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of the scores [3, N + E], and of one `score` each live row less its extra row, paired by sample: means, errors [E]."""
+    """Means of the scores [3, N + E]; of one `score`, each live row less its extra row, paired by sample: means, errors [E]."""
     sums, count = torch.zeros(()), 0
     for x, y in chunks:
         logits = logits_of(x).to(torch.float32)
