@@ -24,7 +24,7 @@ from esper.tolaria import FAMILIES, Family, Kind, MorphogeneticEnv, evaluate
 
 @dataclass(frozen=True)
 class EnvBench:
-    """Play epochs of hosts that hold live seeds: as an environment, and as loops over modules.
+    """Play epochs of hosts that hold live seeds: as an environment, and as loops.
 
     Example: esper bench env --host mlp --rows 32 --json
     """
