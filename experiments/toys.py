@@ -12,7 +12,7 @@ from torch import Tensor
 from esper.leyline import ActionSpec, Field, LifecycleOp, Observation, ObservationSpec
 from esper.simic import Outcome
 from esper.tamiyo import ActionMasks
-from esper.tamiyo.controller import Glimpse
+from esper.tamiyo.controller import PolicyInput
 
 SWITCH = ActionSpec(1, ("none",), heads=ActionSpec.full(1, ("none",)).heads[:1],
                     ops=(LifecycleOp.WAIT, LifecycleOp.ADVANCE))
@@ -41,11 +41,11 @@ class Bandit:
         self.rows, self.generator = rows, torch.Generator().manual_seed(seed)
         self.right = int(torch.randint(3, (), generator=self.generator)), int(torch.randint(4, (), generator=self.generator))
 
-    def look(self) -> Glimpse:
+    def look(self) -> PolicyInput:
         slot, candidate = torch.eye(3).repeat(self.rows, 1, 1), torch.eye(4).repeat(self.rows, 3, 1, 1)
         seen = Observation(torch.ones(self.rows, 1), slot, candidate)
         u = torch.rand(self.rows, len(self.spec.heads), generator=self.generator)
-        return Glimpse(seen, everything(self.rows, self.spec), torch.ones(self.rows, dtype=torch.bool), u)
+        return PolicyInput(seen, everything(self.rows, self.spec), torch.ones(self.rows, dtype=torch.bool), u)
 
     def step(self, actions: Tensor) -> Outcome:
         germinate = actions[:, 0] == self.spec.ops.index(LifecycleOp.GERMINATE)
@@ -66,7 +66,7 @@ class Lottery(Bandit):
     def _draw(self) -> None:
         self.luck = torch.randn(self.rows, generator=self.generator)
 
-    def look(self) -> Glimpse:
+    def look(self) -> PolicyInput:
         return super().look()._replace(told=self.luck[:, None] if self.tell else None)
 
     def step(self, actions: Tensor) -> Outcome:
@@ -97,9 +97,9 @@ class CartPole:
     def _seen(self) -> Observation:
         return Observation(self.state[:, ::2].clone(), *self.blank)
 
-    def look(self) -> Glimpse:
+    def look(self) -> PolicyInput:
         u = torch.rand(self.rows, 1, generator=self.generator)
-        return Glimpse(self._seen(), self.masks, self.age == 0, u)
+        return PolicyInput(self._seen(), self.masks, self.age == 0, u)
 
     def step(self, actions: Tensor) -> Outcome:
         place, speed, angle, turn = self.state.unbind(1)
@@ -154,7 +154,7 @@ class Garden:
     def _draw(self) -> Tensor:
         return torch.randint(len(self.prices), (self.rows,), generator=self.generator)
 
-    def look(self) -> Glimpse:
+    def look(self) -> PolicyInput:
         one_hot = torch.nn.functional.one_hot
         kind = one_hot(self.kind, 3) * (self.stage > EMPTY)[..., None]
         position = torch.arange(2).expand(self.rows, 2)[..., None]
@@ -165,7 +165,7 @@ class Garden:
                                (self.stage == YOUNG) | (self.stage == GROWN), self.stage == GROWN], 1)
         masks = ActionMasks(allowed.any(2), allowed, everything(self.rows, self.spec).values)
         u = torch.rand(self.rows, 3, generator=self.generator)
-        return Glimpse(Observation(row, slot, candidate), masks, self.clock == 0, u)
+        return PolicyInput(Observation(row, slot, candidate), masks, self.clock == 0, u)
 
     def step(self, actions: Tensor) -> Outcome:
         every = torch.arange(self.rows)

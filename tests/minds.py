@@ -9,7 +9,7 @@ from torch import Tensor
 from esper.leyline import RELEVANCE, ActionSpec, Field, Head, LifecycleOp, Observation, ObservationSpec
 from esper.simic import Collector, Outcome, PPOAgent, PPOConfig, TamiyoRolloutBuffer
 from esper.tamiyo import ActionLogits, ActionMasks, Controller, NetworkConfig
-from esper.tamiyo.controller import Glimpse
+from esper.tamiyo.controller import PolicyInput
 from esper.tamiyo.masks import mask_sizes
 
 SPEC = ActionSpec.full(3, ("noop", "a", "b"))
@@ -61,7 +61,7 @@ class Chance:
         shapes = ((row,), (self.spec.slots, slot), (self.spec.slots, len(self.spec.blueprints), candidate))
         return Observation(*(torch.randn(self.rows, *shape, generator=self.generator).to(self.device) for shape in shapes))
 
-    def look(self) -> Glimpse:
+    def look(self) -> PolicyInput:
         masks = random_masks(self.spec, self.rows, self.generator)
         if self.forced:
             slot = torch.zeros_like(masks.slot)
@@ -69,7 +69,7 @@ class Chance:
             masks = masks._replace(op=slot.any(-1), slot=slot)
         named = {name: mask.to(self.device) for name, mask in masks.named().items()}
         u = torch.rand(self.rows, len(self.spec.heads), generator=self.generator)
-        return Glimpse(self._seen(), ActionMasks.from_named(self.spec, named), self.fresh.to(self.device), u.to(self.device))
+        return PolicyInput(self._seen(), ActionMasks.from_named(self.spec, named), self.fresh.to(self.device), u.to(self.device))
 
     def step(self, actions: Tensor) -> Outcome:
         draw = torch.rand(2, self.rows, generator=self.generator)

@@ -313,16 +313,16 @@ def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> N
     training = Training(FAMILY, CONFIG, tmp_path)
     world, controller = training.world, training.agent.controller
     training.recorded.begin(0)
-    glimpse, drawn = world.look(), world.env.scenarios
-    assert glimpse.told is not None
-    assert glimpse.told.shape == (CONFIG.rows, len(TOLD))
-    told = dict(zip(TOLD, glimpse.told.unbind(1), strict=True))
+    shown, drawn = world.look(), world.env.scenarios
+    assert shown.told is not None
+    assert shown.told.shape == (CONFIG.rows, len(TOLD))
+    told = dict(zip(TOLD, shown.told.unbind(1), strict=True))
     torch.testing.assert_close(told["label_noise"], drawn.of_kind("label_noise").float())
     torch.testing.assert_close(told["frozen"], drawn.impairments(FAMILY.host.stages).frozen.float().mean(1))
     last = world.twin[torch.arange(CONFIG.rows), drawn.horizon - 1, 1]
     torch.testing.assert_close(told["twin_accuracy"], 5 * (last - 0.5))
     hidden = controller.network.get_initial_hidden(CONFIG.rows)
-    (_, one), (_, other) = (controller.act(g, hidden) for g in (glimpse, glimpse._replace(told=glimpse.told + 1)))
+    (_, one), (_, other) = (controller.act(g, hidden) for g in (shown, shown._replace(told=shown.told + 1)))
     assert torch.equal(one.actions, other.actions)
     assert torch.equal(one.log_prob, other.log_prob)
     assert bool((one.value != other.value).any())
@@ -333,4 +333,4 @@ def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> N
     with pytest.raises(EsperError, match="told follows from tell"):
         replace(CONFIG, network=NetworkConfig(told=3))
     with pytest.raises(EsperError, match="this one expects"):
-        blind.agent.controller.act(glimpse, hidden)
+        blind.agent.controller.act(shown, hidden)

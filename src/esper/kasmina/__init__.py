@@ -1,25 +1,32 @@
 """Kasmina: the body. Hosts, blueprints, slots, the lifecycle, and the population that runs them as one program."""
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, SeedKind, blueprints_for, find_blueprint, register_blueprint
+from esper.kasmina.devices import check_device
 from esper.kasmina.hosts import HOSTS, Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle
 from esper.kasmina.network import GrownNetwork
+from esper.kasmina.objectives import OBJECTIVES, Objective, find_objective
 from esper.kasmina.optim import OptimConfig
-from esper.kasmina.population import INCUBATION, Population
+from esper.kasmina.population import INCUBATION, Population, PopulationConfig
 
 __all__ = [
     "BLUEPRINTS",
     "HOSTS",
     "INCUBATION",
+    "OBJECTIVES",
     "Blueprint",
     "GrownNetwork",
     "Host",
     "Impairments",
     "Lifecycle",
+    "Objective",
     "OptimConfig",
     "Population",
+    "PopulationConfig",
     "SeedKind",
     "blueprints_for",
+    "check_device",
     "find_blueprint",
+    "find_objective",
     "register_blueprint",
 ]

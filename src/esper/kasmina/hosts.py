@@ -75,6 +75,7 @@ class Host:
     inputs: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     classes: int = 10
+    """Outputs: classes, or 1 for a number."""
     taps: int = 3
     halvings: int = 0
     """Stages that halve the extent, from the first on; 0 is all of them."""
@@ -85,7 +86,7 @@ class Host:
         row = HOSTS[self.kind]
         object.__setattr__(self, "inputs", tuple(self.inputs) or row.inputs)
         object.__setattr__(self, "widths", tuple(self.widths) or row.widths)
-        if (len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 2 or self.taps % 2 == 0
+        if (len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 1 or self.taps % 2 == 0
                 or not 0 <= self.halvings <= self.stages * (len(self.inputs) > 1)):
             raise EsperError(f"impossible {self.kind} host: inputs {self.inputs} (expected {len(row.inputs)} numbers), "
                              f"widths {self.widths}, {self.classes} classes, {self.taps} taps (odd), {self.halvings} halvings")

@@ -57,6 +57,10 @@ _FLAT = {name: spec for name, spec in FIELDS.items() if name not in ("stage", "d
 
 def expand_actions(spec: ActionSpec, actions: Tensor) -> Tensor:
     """[N, len(spec.heads)] of a controller to the full [N, heads], absent heads at their defaults."""
+    if not isinstance(actions, Tensor) or actions.is_floating_point():
+        raise EsperError(f"actions are a {type(actions).__name__}; expected a tensor of whole numbers, "
+                         "as torch.tensor([spec.action(...), ...])")
+    actions = actions.cpu()
     if actions.shape[1:] != (len(spec.heads),):
         raise EsperError(f"actions have shape {list(actions.shape)}; expected [N, {len(spec.heads)}] for heads "
                          f"{', '.join(h.name.lower() for h in spec.heads)}")

@@ -4,7 +4,9 @@ Legend: N rows (environments), S slots, B batch, P parameters.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +14,64 @@ from torch import Tensor, nn
 
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import Prototype, blueprints_for, find_blueprint
+from esper.kasmina.devices import check_device
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
 from esper.kasmina.network import GrownNetwork
+from esper.kasmina.objectives import find_objective
 from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix
 from esper.kasmina.stepping import Stepper
 from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, SeedStage, StateFormatError, Style
+from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import mix, seeded
-from esper.leyline.storage import plain, read_state, rebuilt, write_state
+from esper.leyline.storage import decoding, read_state, write_state
 
 INCUBATION = ("shadow", "straight_through")
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class PopulationConfig:
+    """What every row of a population has in common."""
+
+    host: Host
+    spec: ActionSpec = field(default=None)  # type: ignore[assignment]
+    """What an action consists of; by default every op and head, and every blueprint that fits the host."""
+    gates: GateConfig = field(default_factory=GateConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    objective: str = "classification"
+    """A name of `OBJECTIVES`."""
+    incubation: str = "shadow"
+    """shadow or straight_through: how a seed learns before it is blended in."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    """Of weights and moments: float32 or float64."""
+    compute_dtype: str = ""
+    """Of passes: as `dtype` if empty, or bfloat16."""
+    compile: bool = False
+    """Run the host's stages through torch.compile."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.host, Host):
+            raise EsperError(f"a population needs a Host, not a {type(self.host).__name__}; try Host('mlp')")
+        if not isinstance(self.optim, OptimConfig):
+            raise EsperError(f"optim is a {type(self.optim).__name__}; expected an OptimConfig: rows have optimisers of their own")
+        if self.spec is None:
+            everything = ActionSpec.full(len(self.host.slots), blueprints_for(self.host.kind))
+            object.__setattr__(self, "spec", everything)
+        for name in ("device", "dtype", "compute_dtype"):  # PyTorch's own objects are welcome
+            object.__setattr__(self, name, str(getattr(self, name) or "").removeprefix("torch."))
+        object.__setattr__(self, "compute_dtype", self.compute_dtype or self.dtype)
+        if self.incubation not in INCUBATION:
+            raise EsperError(f"no incubation {self.incubation!r}; choose from {', '.join(INCUBATION)}")
+        if self.dtype not in ("float32", "float64") or self.compute_dtype not in DTYPES:
+            raise EsperError(f"weights are float32 or float64, not {self.dtype}; only compute_dtype may be bfloat16")
+        if self.spec.slots != len(self.host.slots):
+            raise EsperError(f"the action spec has {self.spec.slots} slots, but this host has {len(self.host.slots)}")
+        find_objective(self.objective)
+        check_device(self.device)
 
 
 class Population:
@@ -33,30 +81,25 @@ class Population:
     [B, N, *inputs], labels [B, N].
     """
 
-    def __init__(self, host: Host, rows: int, *, spec: ActionSpec | None = None, gates: GateConfig | None = None,
-                 optim: OptimConfig | None = None, incubation: str = "shadow", dtype: torch.dtype = torch.float32,
-                 compute_dtype: torch.dtype | None = None, device: torch.device | str = "cpu", compile: bool = False,
-                 seed: int = 0) -> None:
-        if rows < 1:
-            raise EsperError(f"a population of {rows} rows is impossible; use at least 1")
-        if incubation not in INCUBATION:
-            raise EsperError(f"no incubation {incubation!r}; choose from {', '.join(INCUBATION)}")
-        if dtype not in (torch.float32, torch.float64):
-            raise EsperError(f"weights cannot be {dtype}; keep them in float32 or float64 and set compute_dtype instead")
-        self.host, self.rows, self.incubation, self.compile = host, rows, incubation, compile
-        self.spec = spec or ActionSpec.full(len(host.slots), blueprints_for(host.kind))
-        if self.spec.slots != len(host.slots):
-            raise EsperError(f"the action spec has {self.spec.slots} slots, but this host has {len(host.slots)}")
-        self.optim = optim or OptimConfig()
-        self.device, self.dtype, self.compute_dtype = torch.device(device), dtype, compute_dtype or dtype
+    def __init__(self, config: PopulationConfig | Host, rows: int, *, seed: int = 0, **changes: Any) -> None:
+        """`changes` are fields of `PopulationConfig`; a bare host takes its defaults for the others."""
+        config = PopulationConfig(config, **changes) if isinstance(config, Host) else replace(config, **changes)
+        if type(rows) is not int or rows < 1:
+            raise EsperError(f"a population of {rows} rows is impossible; use a whole number of at least 1")
+        self.config, self.rows = config, rows
+        self.host, self.spec, self.optim, self.incubation = config.host, config.spec, config.optim, config.incubation
+        self.objective = find_objective(config.objective)
+        self.device, self.compile = torch.device(config.device), config.compile
+        self.dtype, self.compute_dtype = DTYPES[config.dtype], DTYPES[config.compute_dtype]
+        host = self.host
         self.prototypes = [[find_blueprint(host.kind, name).prototype(shape) for name in self.spec.blueprints]
                            for shape in host.slots.shapes]
-        self.life = Lifecycle(rows, self.spec, gates or GateConfig())
+        self.life = Lifecycle(rows, self.spec, config.gates)
         sizes = [host.layout.size, *(max(p.layout.size for p in row) + row[0].gate_size for row in self.prototypes)]
-        self.banks = [Bank(rows, size, dtype, self.device) for size in sizes]
+        self.banks = [Bank(rows, size, self.dtype, self.device) for size in sizes]
         self._ranges = [_range_table(row, self.device) for row in self.prototypes]
         self.keys = torch.zeros(rows, dtype=torch.int64)
-        self.trainable = torch.ones(rows, host.layout.size, dtype=dtype, device=self.device)
+        self.trainable = torch.ones(rows, host.layout.size, dtype=self.dtype, device=self.device)
         self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
         self.decay = torch.full_like(self.lr, self.optim.weight_decay)
         self._pack: Pack | None = None
@@ -85,7 +128,7 @@ class Population:
     def begin_epoch(self, actions: Tensor) -> None:
         """One action per row, [N, len(spec.heads)]. Raises before any row is written if any of them is not allowed."""
         self._flush()
-        full = expand_actions(self.spec, actions.cpu())
+        full = expand_actions(self.spec, actions)
         before = self.life.planted
         self.life.begin_epoch(full)
         self._free(before & ~self.life.planted)
@@ -132,7 +175,7 @@ class Population:
             ghosts = torch.where(life.incubating, life.target, 0.0) if self.incubation == "straight_through" else None
             main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile)
             shadow = self._shadow_pass(pack) if self.incubation == "shadow" else None
-            self._stepper = Stepper(pack, main, shadow, self.optim)
+            self._stepper = Stepper(pack, main, shadow, self.optim, self.objective)
         return self._stepper(x, y)
 
     def shadow_step(self, x: Tensor, y: Tensor, prefix: Prefix | None = None) -> None:
@@ -146,7 +189,7 @@ class Population:
             shadow = self._shadow_pass(self._packed(), prefix)
             if shadow is None:
                 raise EsperError("no row has an incubating seed that could take a shadow step")
-            self._stepper = Stepper(self._packed(), None, shadow, self.optim)
+            self._stepper = Stepper(self._packed(), None, shadow, self.optim, self.objective)
         self._stepper(x, y)
 
     def _shadow_pass(self, pack: Pack, prefix: Prefix | None = None) -> Pass | None:
@@ -224,11 +267,6 @@ class Population:
         if self._pack is not None:
             self._pack.set_lr(self.lr)
 
-    def set_decay(self, decay: Tensor) -> None:
-        """Weight decays [N, 1 + S], likewise."""
-        self._flush()
-        self.decay = self._rates(decay)
-
     def _rates(self, values: Tensor) -> Tensor:
         if values.shape != self.lr.shape:
             raise EsperError(f"rates have shape {list(values.shape)}; expected {list(self.lr.shape)}: host, then slots")
@@ -289,26 +327,21 @@ class Population:
 
     def save(self, path: str | Path) -> None:
         """Write the whole population to one safetensors file with a JSON header; the file appears whole or not at all."""
-        header = {
-            "rows": self.rows, "epoch": self.life.epoch, "open": self.life.open, "incubation": self.incubation,
-            "dtype": str(self.dtype), "compute_dtype": str(self.compute_dtype), "host": plain(self.host),
-            "gates": plain(self.life.gates), "optim": plain(self.optim), "spec": plain(self.spec),
-        }
+        header = {"epoch": self.life.epoch, "open": self.life.open, "config": to_dict(self.config)}
         write_state(path, "population", header, self.tensors())
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "Population":
+    def load(cls, path: str | Path, device: str = "", compile: bool = False) -> "Population":
+        """On the device that it was saved from, or another."""
         header, tensors = read_state(path, "population")
-        population = cls(
-            rebuilt(Host, header["host"]), header["rows"], spec=rebuilt(ActionSpec, header["spec"]),
-            gates=rebuilt(GateConfig, header["gates"]), optim=rebuilt(OptimConfig, header["optim"]),
-            incubation=header["incubation"], device=device, compile=compile,
-            dtype=DTYPES[header["dtype"]], compute_dtype=DTYPES[header["compute_dtype"]])
-        expected = {name: t.shape for name, t in population.tensors().items()}
-        if expected != {name: t.shape for name, t in tensors.items()}:
-            raise StateFormatError(f"{path} does not fit its own header; was a blueprint changed since it was saved?")
-        population.restore(torch.arange(population.rows), tensors)
-        population.life.epoch, population.life.open = header["epoch"], header["open"]
+        with decoding(path, "population"):
+            saved = from_dict(PopulationConfig, header["config"], str(path))
+            population = cls(replace(saved, device=device or saved.device, compile=compile), len(tensors["keys"]))
+            expected = {name: t.shape for name, t in population.tensors().items()}
+            if expected != {name: t.shape for name, t in tensors.items()}:
+                raise StateFormatError(f"{path} does not fit its own header; was a blueprint changed since it was saved?")
+            population.restore(torch.arange(population.rows), tensors)
+            population.life.epoch, population.life.open = int(header["epoch"]), bool(header["open"])
         return population
 
     def _packed(self) -> Pack:
@@ -345,6 +378,3 @@ def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Ten
     ranges = [p.range or (torch.empty(0), torch.empty(0)) for p in prototypes]
     centre, radius = (torch.stack([F.pad(r[i], (0, width - len(r[i]))) for r in ranges]).to(device) for i in (0, 1))
     return centre, radius
-
-
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16)}

@@ -5,23 +5,18 @@ import functools
 import torch
 from torch import Tensor
 
+from esper.kasmina.objectives import Objective
 from esper.kasmina.optim import OptimConfig, update
 from esper.kasmina.packing import Pack, Pass
-
-
-def row_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of each row, [R], from logits [R, B, classes] and labels [B, R]."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    chosen = wide.gather(2, labels.t().unsqueeze(2)).squeeze(2)
-    return (wide.logsumexp(2) - chosen).mean(1)
 
 
 class Stepper:
     """Trains a pack in place. Its wiring is fixed, so on CUDA the second step is captured and later ones replayed."""
 
-    def __init__(self, pack: Pack, main: Pass | None, shadow: Pass | None, optim: OptimConfig) -> None:
+    def __init__(self, pack: Pack, main: Pass | None, shadow: Pass | None, optim: OptimConfig,
+                 objective: Objective) -> None:
         """Without a main pass only incubating seeds learn, and losses are those of the shadow rows."""
-        self.pack, self.main, self.shadow, self.optim = pack, main, shadow, optim
+        self.pack, self.main, self.shadow, self.optim, self.objective = pack, main, shadow, optim, objective
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._losses: Tensor | None = None
@@ -40,12 +35,11 @@ class Stepper:
         pack.finite &= update(self.optim, pack.segments, pack.gradient(total)).isfinite()
         return losses[0].detach()
 
-    @staticmethod
-    def _losses_of(chosen: Pass, x: Tensor, y: Tensor) -> Tensor:
+    def _losses_of(self, chosen: Pass, x: Tensor, y: Tensor) -> Tensor:
         samples, labels = chosen.columns
         x = x if samples is None else x.index_select(1, samples)
         y = y if labels is None else y.index_select(1, labels)
-        return row_losses(chosen(x), y)
+        return self.objective.losses(chosen(x), y)
 
     def _step_on_cuda(self, x: Tensor, y: Tensor) -> Tensor:
         if self._inputs is None or self._inputs[0].shape != x.shape:

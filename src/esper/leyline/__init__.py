@@ -12,6 +12,7 @@ from esper.leyline.actions import (
     Style,
     relevance_table,
 )
+from esper.leyline.codec import from_dict, override, to_dict
 from esper.leyline.errors import EsperError, InvalidStateMachineError, StateFormatError
 from esper.leyline.records import Contribution, Cost, Rollback, SlotConfig, SlotShape, Transition
 from esper.leyline.stages import TRANSITIONS, GateConfig, SeedStage, check_transitions
@@ -47,5 +48,8 @@ __all__ = [
     "Transition",
     "View",
     "check_transitions",
+    "from_dict",
+    "override",
     "relevance_table",
+    "to_dict",
 ]

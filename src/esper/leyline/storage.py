@@ -1,73 +1,145 @@
-"""Files that Esper writes: safetensors with a JSON header of a stated kind and schema. Never pickle."""
+"""Files that Esper writes: they appear whole or not at all, and carry a digest of all that is in them. Never pickle.
 
+Tensors go into safetensors with a JSON header of a stated kind and schema; the digest is over header and tensors, so a file that
+was changed by anything but Esper is refused instead of being loaded with other results.
+"""
+
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from esper.leyline.actions import ActionSpec, Head, LifecycleOp
 from esper.leyline.errors import EsperError, StateFormatError
 
-SCHEMA = 1
-T = TypeVar("T")
+SCHEMA = 2
 
 
-@contextmanager
-def whole(path: str | Path) -> Iterator[Path]:
-    """Where to write a file that appears whole or not at all; a failure leaves what was there before, and nothing else."""
-    temporary = Path(f"{path}.writing")
-    if not temporary.parent.is_dir():
+def atomic_write(path: str | Path, content: str | bytes) -> None:
+    """A reader sees the old file or the whole new one, whatever happens. A failure leaves what was there, and nothing else."""
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    if not path.parent.is_dir():
         raise StateFormatError(f"cannot write {path}: its folder does not exist")
     try:
-        yield temporary
+        _remove_leftovers(path)
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
         os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
+        _sync_folder(path.parent)
+    except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise EsperError(f"cannot write {path}: {error}; free some space or make it writable") from error
+        raise EsperError(f"cannot write {path}: {error.strerror}; free some space or make it writable") from error
 
 
-def write_state(path: str | Path, kind: str, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    text = json.dumps({"schema": SCHEMA, **header})
-    with whole(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {f"esper.{kind}": text})
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Of writers that were killed: their process is gone, or was this very one."""
+    for old in path.parent.glob(f".{path.name}.*.writing"):
+        number = old.name.split(".")[-2]
+        if number.isdigit() and (int(number) == os.getpid() or not os.path.exists(f"/proc/{number}")):
+            old.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
+    """A JSON object of a stated kind that can be read by people, and by `read_json` if nobody changed it."""
+    body = {"kind": kind, "schema": SCHEMA, **content}
+    atomic_write(path, json.dumps({**body, "sha256": _digest(body, {})}, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path, kind: str) -> dict[str, Any]:
+    try:
+        body = json.loads(read_bytes(path, kind))
+    except (ValueError, RecursionError) as error:
+        raise StateFormatError(f"cannot read a {kind} from {path}: {error}") from error
+    return _verified(path, kind, body, {})
+
+
+def read_bytes(path: str | Path, kind: str) -> bytes:
+    """The content of a plain file; anything else could be without end."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise StateFormatError(f"cannot read a {kind} from {path}: it is not a file")
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise StateFormatError(f"cannot read a {kind} from {path}: {error.strerror}") from error
+
+
+def write_state(path: str | Path, kind: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    body = {"kind": kind, "schema": SCHEMA, **header}
+    text = json.dumps({**body, "sha256": _digest(body, plain)})
+    atomic_write(path, save(plain, {"esper": text}))  # one key: the order of several is not defined
 
 
 def read_state(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(header, tensors) of a file that `write_state` wrote; anything else is one sentence."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise StateFormatError(f"cannot read a {kind} from {path}: it is not a file")
         with safe_open(path, "pt") as file:
-            header = (file.metadata() or {}).get(f"esper.{kind}")
-            if header is None:
-                raise StateFormatError(f"{path} is a safetensors file, but no {kind} saved by Esper")
-            parsed: dict[str, Any] = json.loads(header)
-            if parsed.get("schema") != SCHEMA:
-                raise StateFormatError(f"{path} has schema {parsed.get('schema')}; this version of Esper reads schema {SCHEMA}")
-            return parsed, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            metadata = file.metadata() or {}
+            if "esper" not in metadata:
+                raise StateFormatError(_foreign(path, kind, metadata))
+            body = json.loads(metadata["esper"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise StateFormatError(f"cannot read a {kind} from {path}: {error}") from error
+    return _verified(path, kind, body, tensors), tensors
 
 
-def plain(value: Any) -> dict[str, Any]:
-    """A config as plain data for a header."""
-    if isinstance(value, ActionSpec):
-        return {"slots": value.slots, "blueprints": value.blueprints, "heads": value.heads, "ops": value.ops,
-                "auto_advance": value.auto_advance, "defaults": [value.defaults[head] for head in Head]}
-    assert is_dataclass(value)
-    assert not isinstance(value, type)
-    return asdict(value)
+@contextmanager
+def decoding(path: str | Path, kind: str) -> Iterator[None]:
+    """Around the reading of a header: whatever is malformed in it is one sentence."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        raise StateFormatError(f"{path} does not describe a {kind}: {error}") from error
 
 
-def rebuilt(kind: type[T], fields: dict[str, Any]) -> T:
-    """A frozen config from its plain form, in which tuples became lists."""
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    if kind is ActionSpec:
-        fields |= {"heads": tuple(map(Head, fields["heads"])), "ops": tuple(map(LifecycleOp, fields["ops"])),
-                   "defaults": dict(zip(Head, fields["defaults"], strict=True))}
-    return kind(**fields)
+def _foreign(path: str | Path, kind: str, metadata: Mapping[str, str]) -> str:
+    if any(name.startswith("esper.") for name in metadata):
+        return f"{path} was written by Esper 0.1 (schema 1); this version reads schema {SCHEMA}: make it anew, or use 0.1"
+    return f"{path} is a safetensors file, but no {kind} saved by Esper"
+
+
+def _verified(path: str | Path, kind: str, body: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    if not isinstance(body, dict) or "kind" not in body:
+        raise StateFormatError(f"{path} is no {kind} of schema {SCHEMA}; if Esper 0.1 wrote it, make it anew or use 0.1")
+    found = body.pop("sha256", None)
+    if found != _digest(body, tensors):
+        raise StateFormatError(f"{path} does not match its checksum: it was damaged or edited; put back the original")
+    if body["kind"] != kind or body.get("schema") != SCHEMA:
+        raise StateFormatError(f"{path} is a {body['kind']} of schema {body.get('schema')}; expected a {kind} of schema {SCHEMA}")
+    return body
+
+
+def _digest(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    result = hashlib.sha256(json.dumps(body, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        result.update(f" {name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        result.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return result.hexdigest()

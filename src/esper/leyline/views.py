@@ -14,8 +14,8 @@ from esper.leyline.records import Contribution, Cost
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCORES = ("loss", "accuracy", "probability", "train_loss")
-"""The columns of `Facts.scores`: on the validation slice, and the mean loss of the epoch's training."""
+SCORES = ("loss", "score", "smooth", "train_loss")
+"""The columns of `Facts.scores`: on the validation slice as the objective has them, and the mean loss of the epoch's training."""
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,32 @@
-"""Simic: selection pressure. What decisions are worth, the rollout, and the learning rule."""
+"""Simic: selection pressure. Rewards, the rollout, the learning rule and the training loop; `simic.proof` is the court."""
 
 from esper.simic.advantages import PerHead, compute_causal_masks, compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Step, TamiyoRolloutBuffer
-from esper.simic.collecting import Collector, Outcome, World
-from esper.simic.growth import Growth
+from esper.simic.collecting import Collector, Outcome
 from esper.simic.metrics import Anomaly, AnomalyDetector, PPOUpdateMetrics, Thresholds
 from esper.simic.ppo import PPOAgent, PPOConfig
-from esper.simic.proving import prove
 from esper.simic.rewards import REWARDS
+from esper.simic.training import TrainConfig, Training
+from esper.simic.world import RewardWorld, Round
 
 __all__ = [
     "REWARDS",
     "Anomaly",
     "AnomalyDetector",
     "Collector",
-    "Growth",
     "Outcome",
     "PPOAgent",
     "PPOConfig",
     "PPOUpdateMetrics",
     "PerHead",
+    "RewardWorld",
     "RolloutSpec",
+    "Round",
     "Step",
     "TamiyoRolloutBuffer",
     "Thresholds",
-    "World",
+    "TrainConfig",
+    "Training",
     "compute_causal_masks",
     "compute_per_head_advantages",
-    "prove",
 ]

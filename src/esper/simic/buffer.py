@@ -27,8 +27,8 @@ class RolloutSpec:
     hidden: int
     chunk: int = 0
     """0 is all steps at once."""
-    told: int = 0
-    """Numbers that the value head alone is told."""
+    privileged: int = 0
+    """Numbers that the value head alone sees."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.rows < 1 or self.chunk < 0 or (self.chunk and self.steps % self.chunk):
@@ -36,7 +36,7 @@ class RolloutSpec:
 
     @classmethod
     def of(cls, network: FactoredRecurrentActorCritic, steps: int, rows: int, chunk: int = 0) -> "RolloutSpec":
-        return cls(steps, rows, network.spec, network.observation, network.config.hidden, chunk, network.config.told)
+        return cls(steps, rows, network.spec, network.observation, network.config.hidden, chunk, network.config.privileged)
 
     @property
     def length(self) -> int:
@@ -51,7 +51,7 @@ class RolloutSpec:
         return {
             "seen.row": ((row,), torch.float32), "seen.slot": ((slots, slot), torch.float32),
             "seen.candidate": ((slots, kinds, candidate), torch.float32), "actions": ((heads,), torch.int64),
-            "told": ((self.told,), torch.float32),
+            "privileged": ((self.privileged,), torch.float32),
             "head_log_probs": ((heads,), torch.float32), "relevant": ((heads,), torch.bool),
             **{name: ((), dtype) for name, dtype in single.items()},
             **{f"mask.{name}": (size, torch.bool) for name, size in mask_sizes(self.spec).items()},
@@ -71,7 +71,7 @@ class Step(NamedTuple):
     reset: Tensor  # [N] the memory was emptied in front of this step
     hidden: Tensor  # [N, 2, H]
     valid: Tensor  # [N] False: the row was over already and waited
-    told: Tensor | None = None  # [N, W] what the value head alone was told; None where that is nothing
+    privileged: Tensor | None = None  # [N, W] what the value head alone saw; None where that is nothing
 
 
 class Sequences(NamedTuple):
@@ -87,7 +87,7 @@ class Sequences(NamedTuple):
     advantage: Tensor
     target: Tensor
     valid: Tensor
-    told: Tensor
+    privileged: Tensor
     reset: Tensor | None  # None: no memory is emptied behind the first step
     hidden: Tensor  # [B, 2, H] in front of the first step
 
@@ -97,7 +97,7 @@ class Sequences(NamedTuple):
         return self.valid & self.relevant.any(-1)
 
 
-_PLAIN = ("actions", "log_prob", "head_log_probs", "relevant", "value", "advantage", "target", "valid", "told")
+_PLAIN = ("actions", "log_prob", "head_log_probs", "relevant", "value", "advantage", "target", "valid", "privileged")
 
 
 class TamiyoRolloutBuffer:
@@ -131,7 +131,7 @@ class TamiyoRolloutBuffer:
         parts |= {"actions": acted.actions, "log_prob": acted.log_prob, "head_log_probs": acted.head_log_probs,
                   "relevant": acted.relevant, "value": acted.value, "reward": step.reward, "done": step.done,
                   "truncated": step.truncated, "bootstrap": step.bootstrap, "reset": step.reset, "valid": step.valid,
-                  "told": step.reward.new_zeros(len(step.reward), 0) if step.told is None else step.told}
+                  "privileged": step.reward.new_zeros(len(step.reward), 0) if step.privileged is None else step.privileged}
         for name, (tail, dtype) in self._tails.items():
             self._check(name, parts[name], (self.spec.rows, *tail), dtype)
         self._check("hidden", step.hidden, (self.spec.rows, 2, self.spec.hidden), self._hidden.dtype)

@@ -1,9 +1,9 @@
-"""Fill a rollout: a controller acts in a world, step by step, and everything that learning needs is kept.
+"""Fill a rollout: a controller acts step by step, and everything that learning needs is kept.
 
 Legend: N rows.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from esper.leyline import EsperError, Observation
 from esper.simic.buffer import Step, TamiyoRolloutBuffer
 from esper.simic.ppo import PPOAgent
-from esper.tamiyo.controller import Glimpse, emptied
+from esper.tamiyo.controller import PolicyInput, emptied
+from esper.tamiyo.network import Acted
 
 
 class Outcome(NamedTuple):
@@ -23,37 +24,37 @@ class Outcome(NamedTuple):
     final: Observation | None = None  # what a row that was cut would have seen next; needed where one was
 
 
-class World(Protocol):
-    """N episodes side by side; a row that ended begins anew by itself, and its next glimpse asks for an empty memory."""
-
-    def look(self) -> Glimpse: ...
-
-    def step(self, actions: Tensor) -> Outcome: ...
-
-
 class Collector:
-    """Plays a world with an agent's controller, across rollouts."""
+    """An agent's controller that acts, and remembers each step in a rollout: `act`, then `add` what came of it."""
 
-    def __init__(self, agent: PPOAgent, world: World, rows: int) -> None:
-        self.agent, self.world = agent, world
+    def __init__(self, agent: PPOAgent, rows: int, buffer: TamiyoRolloutBuffer) -> None:
+        self.agent, self.buffer = agent, buffer
         self.hidden = agent.network.get_initial_hidden(rows)
+        self._open: tuple[PolicyInput, Observation, Acted, Tensor] | None = None
 
-    def fill(self, buffer: TamiyoRolloutBuffer) -> Tensor:
-        """Play as many steps as the rollout holds; the value [N] of what follows the last."""
+    def act(self, shown: PolicyInput) -> Tensor:
+        """Actions [N, heads] for what is shown; observations of rows that are not over count in the running statistics."""
         controller = self.agent.controller
-        for _ in range(buffer.spec.steps - buffer.filled):
-            glimpse = self.world.look()
-            valid = torch.ones_like(glimpse.reset) if glimpse.valid is None else glimpse.valid
-            controller.normaliser.update(glimpse.seen, valid)
-            seen, acted = controller.act(glimpse, self.hidden, self.agent.explore)
-            outcome = self.world.step(acted.actions)
-            bootstrap = torch.zeros_like(outcome.reward)
-            if outcome.final is None and bool(outcome.truncated.any()):
-                raise EsperError("a row was cut, and the world does not say what it would have seen next; give Outcome its final")
-            if outcome.final is not None:
-                bootstrap = controller.value(outcome.final, acted.hidden, glimpse.told)
-            buffer.add(Step(seen, glimpse.masks, acted, outcome.reward, outcome.done, outcome.truncated, bootstrap,
-                            glimpse.reset, self.hidden, valid, glimpse.told))
-            self.hidden = acted.hidden
-        ahead = self.world.look()
-        return controller.value(ahead.seen, emptied(self.hidden, ahead.reset), ahead.told)
+        valid = torch.ones_like(shown.reset) if shown.valid is None else shown.valid
+        controller.normaliser.update(shown.seen, valid)
+        seen, acted = controller.act(shown, self.hidden, self.agent.explore)
+        self._open = shown, seen, acted, valid
+        return acted.actions
+
+    def add(self, outcome: Outcome) -> None:
+        """Close the step."""
+        if self._open is None:
+            raise EsperError("there is no step to close; call act before add")
+        (shown, seen, acted, valid), self._open = self._open, None
+        bootstrap = torch.zeros_like(outcome.reward)
+        if outcome.final is None and bool(outcome.truncated.any()):
+            raise EsperError("a row was cut, and nothing says what it would have seen next; give Outcome its final")
+        if outcome.final is not None:
+            bootstrap = self.agent.controller.value(outcome.final, acted.hidden, shown.privileged)
+        self.buffer.add(Step(seen, shown.masks, acted, outcome.reward, outcome.done, outcome.truncated, bootstrap,
+                             shown.reset, self.hidden, valid, shown.privileged))
+        self.hidden = acted.hidden
+
+    def value(self, ahead: PolicyInput) -> Tensor:
+        """[N]: what follows the last step is worth, for rows that go on."""
+        return self.agent.controller.value(ahead.seen, emptied(self.hidden, ahead.reset), ahead.privileged)

@@ -46,6 +46,15 @@ class PPOUpdateMetrics:
     learning_rate: float
     anomalies: tuple["Anomaly", ...]
 
+    def single(self) -> dict[str, Any]:
+        """Everything that is one number."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+
+    def by_head(self) -> dict[str, list[Any]]:
+        """What is known of every head, as columns."""
+        parts = {name.removeprefix("head_"): value for name, value in vars(self).items() if isinstance(value, dict)}
+        return {"head": list(self.head_entropy), **{name: list(values.values()) for name, values in parts.items()}}
+
 
 METRICS = {
     "policy_loss": ("mean", "clipped surrogate, per step that had a choice"),

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import EsperError, Head, StateFormatError
-from esper.leyline.storage import plain, read_state, rebuilt, write_state
+from esper.leyline import EsperError, Head
+from esper.leyline.codec import from_dict, to_dict
+from esper.leyline.storage import decoding, read_state, write_state
 from esper.simic.advantages import compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
@@ -210,7 +211,7 @@ class PPOAgent:
         """(largest difference from what acting stored, [H] the heads' conditional entropies then), before anything changes."""
         (batch,) = buffer.get_batched_sequences()
         again = self.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset, self.explore,
-                                              validate=False, told=batch.told)
+                                              validate=False, privileged=batch.privileged)
         moved, drift = (again.scored.joint - batch.log_prob).abs(), (again.value - batch.value).abs() / (1 + batch.value.abs())
         error = float(torch.where(batch.valid, torch.maximum(moved, drift), 0.0).amax())
         if not error <= self.config.replay_tolerance:  # nor if it is no number
@@ -243,7 +244,7 @@ class PPOAgent:
               valid: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, NUMBERS) of some sequences, as their share of a minibatch with so many `chosen` and `valid` steps."""
         network, config = self.network, self.config
-        logits, value = network.decide(memory, slot, candidate, batch.told)
+        logits, value = network.decide(memory, slot, candidate, batch.privileged)
         distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)
         scored = distribution.score(batch.actions)
         moved = torch.where(batch.valid, scored.joint - batch.log_prob, 0.0)
@@ -284,34 +285,32 @@ class PPOAgent:
         last = (own[head] if head in own else net.heads[head.name.lower()] for head in net.spec.heads)
         return [layer.weight.grad.norm() for layer in last]  # type: ignore[operator, union-attr]
 
-    def save(self, path: str | Path) -> None:
-        """Everything that the next update depends on, in one file."""
+    def save(self, path: str | Path, **about: Any) -> None:
+        """Everything that the next update depends on, in one file; `about` is plain data that goes into its header."""
         state = self.optimizer.state_dict()["state"]
         moments = {f"optimizer.{index}.{name}": t.detach().cpu() for index, part in state.items() for name, t in part.items()}
-        header = self.controller.header() | {"config": plain(self.config), "thresholds": plain(self.detector.thresholds),
-                                             "updates": self.updates, "anomalies": self.detector.state()}
+        header = self.controller.header() | {"config": to_dict(self.config), "thresholds": to_dict(self.detector.thresholds),
+                                             "updates": self.updates, "anomalies": self.detector.state(), **about}
         write_state(path, "agent", header, self.controller.tensors() | moments | {"generator": self.generator.get_state()})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "PPOAgent":
         """An agent that goes on where the saved one stopped."""
         header, tensors = read_state(path, "agent")
-        controller = Controller.decode(header, tensors, device)
-        try:
-            config, thresholds = rebuilt(PPOConfig, header["config"]), rebuilt(Thresholds, header["thresholds"])
-            agent = cls(controller, config, thresholds, compile=compile)
-            agent.updates = header["updates"]
+        controller = Controller.decode(header, tensors, device, str(path))
+        with decoding(path, "whole agent"):
+            config = from_dict(PPOConfig, header["config"], f"{path}: config")
+            agent = cls(controller, config, from_dict(Thresholds, header["thresholds"], f"{path}: thresholds"), compile=compile)
+            agent.updates = int(header["updates"])
             agent.detector.restore(header["anomalies"])
             agent.generator.set_state(tensors["generator"])
-        except (KeyError, TypeError) as error:
-            raise StateFormatError(f"{path} is not a whole agent: {error}") from error
-        agent._restore_moments({name: t for name, t in tensors.items() if name.startswith("optimizer.")})
+            agent._restore_moments({name: t for name, t in tensors.items() if name.startswith("optimizer.")})
         return agent
 
     def _restore_moments(self, tensors: dict[str, Tensor]) -> None:
         """Of every weight, or of none if nothing was learned yet."""
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
-        expected = {f"optimizer.{i}.{part}": p for i, p in enumerate(ordered) for part in ("exp_avg", "exp_avg_sq")}
+        expected = {f"optimizer.{i}.{part}": p.shape for i, p in enumerate(ordered) for part in ("exp_avg", "exp_avg_sq")}
         if tensors:
             check_tensors("moments", expected, {name: t for name, t in tensors.items() if not name.endswith(".step")})
         moments: dict[int, dict[str, Tensor]] = {}

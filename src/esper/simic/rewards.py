@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from esper.leyline import EsperError, SeedStage
-from esper.tolaria import Measurement, MorphogeneticEnv, Scores
+from esper.tolaria import Measurement, Scenarios, Scores, charges
 
 SCORES_OF: Mapping[str, tuple[str, str]] = {
-    "accuracy": ("accuracy", "accuracy"),
-    "probability": ("probability", "probability"),
-    "delivered": ("probability", "accuracy"),
+    "score": ("score", "score"),
+    "smooth": ("smooth", "smooth"),
+    "delivered": ("smooth", "score"),
 }
 """name -> what a network is scored by while its episode runs, and when it is delivered. The return counts the second alone."""
+LIVE = torch.tensor([SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED])
 Terms = dict[str, Tensor]
 
 
 @dataclass
-class Standing:
+class RewardInputs:
     """What levels are computed from, after an epoch; [N] or [N, S]."""
 
     score: Tensor
@@ -42,20 +43,37 @@ class Standing:
 
     @property
     def cost(self) -> Terms:
-        return {"size": -self.price * self.params.sum(1), "compute": -self.flop_price * self.spent}
+        charged = charges(self.params.sum(1), self.spent, self.price, self.flop_price)
+        return {name: -term for name, term in charged.items()}
+
+    @classmethod
+    def of(cls, measured: Measurement, scenarios: Scenarios, twin: Scores, score: str) -> "RewardInputs":
+        """After an epoch; `twin` is what the twins scored at the same clock."""
+        if score not in SCORES_OF:
+            raise EsperError(f"no score {score!r}; choose from {', '.join(SCORES_OF)}")
+        running, final = SCORES_OF[score]
+        evidence, over, stage = measured.evidence, measured.done, measured.stage
+        counted = torch.where(over[:, None], stage == SeedStage.FOSSILIZED, torch.isin(stage, LIVE))
+        now = torch.where(over, getattr(evidence.delivered, final), getattr(evidence.all_on, running))
+        beside = torch.where(over, getattr(twin, final), getattr(twin, running))
+        own = measured.germinations.sum(1) == 0
+        credit = torch.where(evidence.contribution.known & counted, evidence.contribution.value, 0.0)
+        return cls(score=now, twin=torch.where(own, now, beside), params=measured.seed_params * counted,
+                   spent=measured.spent, price=scenarios.price, flop_price=scenarios.flop_price, contribution=credit,
+                   stage=stage, over=over)
 
 
-def _utility(now: Standing) -> Terms:
+def _utility(now: RewardInputs) -> Terms:
     """Score above the twin, less what was grown and spent."""
     return {"gain": now.score - now.twin, **now.cost}
 
 
-def _terminal(now: Standing) -> Terms:
+def _terminal(now: RewardInputs) -> Terms:
     """Utility, paid once at the end."""
     return {name: torch.where(now.over, term, 0.0) for name, term in _utility(now).items()}
 
 
-def _contribution(now: Standing) -> Terms:
+def _contribution(now: RewardInputs) -> Terms:
     """What leaving each seed out would cost, less what was grown and spent."""
     return {"credit": now.contribution.sum(1), **now.cost}
 
@@ -64,33 +82,17 @@ STAGE_POTENTIAL = {SeedStage.TRAINING: 0.005, SeedStage.BLENDING: 0.01, SeedStag
 """Shaping towards a finished life; taken back at the end, so that no return changes."""
 
 
-def _shaped(now: Standing) -> Terms:
+def _shaped(now: RewardInputs) -> Terms:
     """Contribution, and a potential of stages that leads on and sums to nothing."""
     potential = sum((value * (now.stage == stage).float().sum(1) for stage, value in STAGE_POTENTIAL.items()),
                     torch.zeros_like(now.score))
     return {"potential": torch.where(now.over, 0.0, potential), **_contribution(now)}
 
 
-REWARDS: Mapping[str, Callable[[Standing], Terms]] = {
+REWARDS: Mapping[str, Callable[[RewardInputs], Terms]] = {
     "utility": _utility, "terminal": _terminal, "contribution": _contribution, "shaped": _shaped,
 }
 """name -> level. `utility` is the default."""
-
-
-def standing(env: MorphogeneticEnv, measured: Measurement, twin: Scores, score: str) -> Standing:
-    """Where every row stands after an epoch; `twin` is what the twins scored at the same clock."""
-    if score not in SCORES_OF:
-        raise EsperError(f"no score {score!r}; choose from {', '.join(SCORES_OF)}")
-    running, final = SCORES_OF[score]
-    life, evidence, over = env.population.life, measured.evidence, measured.done
-    fossil = life.at(SeedStage.FOSSILIZED)
-    counted = torch.where(over[:, None], fossil, life.planted)
-    now = torch.where(over, getattr(evidence.delivered, final), getattr(evidence.all_on, running))
-    beside = torch.where(over, getattr(twin, final), getattr(twin, running))
-    own = life.germinations.sum(1) == 0
-    credit = torch.where(evidence.contribution.known & counted, evidence.contribution.value, 0.0)
-    return Standing(now, torch.where(own, now, beside), env.population.costs()[0] * counted, measured.spent,
-                    env.scenarios.price, env.scenarios.flop_price, credit, life.stage.clone(), over.clone())
 
 
 class Ledger:
@@ -103,7 +105,7 @@ class Ledger:
         self.before: Terms = {}
         self.closed = torch.zeros(rows, dtype=torch.bool)
 
-    def pay(self, now: Standing) -> Terms:
+    def pay(self, now: RewardInputs) -> Terms:
         """Terms [N] of this epoch's reward; their sum is the reward."""
         terms = self.level(now)
         zero = torch.zeros(self.rows)

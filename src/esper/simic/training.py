@@ -1,36 +1,42 @@
 """The training loop: a round of episodes, an update, a checkpoint; facts go to a sink.
 
-Legend: N rows.
+Legend: T epochs, N rows.
 """
 
 import functools
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper.leyline import EsperError, Head, LifecycleOp
+from esper.leyline.codec import to_dict
+from esper.leyline.storage import atomic_write, read_state
 from esper.leyline.telemetry import Nowhere, Sink
-from esper.simic.collecting import Collector, Outcome, World
-from esper.simic.growth import TOLD, Growth
 from esper.simic.metrics import PPOUpdateMetrics
 from esper.simic.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import REWARDS, SCORES_OF
+from esper.simic.world import PRIVILEGED, RewardWorld, Round
 from esper.tamiyo import Controller, Learned, NetworkConfig, PolicyBundle
-from esper.tamiyo.controller import Glimpse
-from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig, Twins
+from esper.tolaria import EnvConfig, MakeEnv, MorphogeneticEnv, PreviewConfig, Scenarios, Twins, find_family
 
-CHECKPOINT, TWINS = "agent.safetensors", "twins.safetensors"
+CHECKPOINT, PREVIOUS, TWINS = "agent.safetensors", "agent.previous.safetensors", "twins.safetensors"
+MOST_ROWS, MOST_ROUNDS = 65_536, 10_000_000
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides a run, but for its family."""
+    """Everything that decides a run."""
 
+    env: EnvConfig = field(default_factory=lambda: EnvConfig(find_family("mlp"), previews=PreviewConfig(3, 20)))
+    """Family, action space, previews, device and precision."""
     rounds: int = 60
     """Updates of the run; each follows one episode in every row."""
     rows: int = 64
@@ -39,185 +45,164 @@ class TrainConfig:
     """Training scenarios, in whole rounds, that are met again and again with twins computed once; 0 draws ever new ones."""
     reward: str = "utility"
     score: str = "delivered"
-    """What a network is scored by: accuracy, the smoother mean probability of the right class, or delivered (probability while
-    it grows, accuracy once it is delivered)."""
-    preview_every: int = 3
-    """Epochs between candidate previews; 0 takes none."""
-    preview_steps: int = 20
-    """Shadow steps of each candidate."""
+    """What a network is scored by: score (accuracy, for classification), smooth (the probability of the right class), or
+    delivered (smooth while it grows, score once it is delivered)."""
     exam_every: int = 20
     """Rounds between examinations on fixed validation scenarios; 0 takes none."""
     exam_rows: int = 64
     """Scenarios of an examination."""
-    tell: bool = True
-    """The critic, and nothing else, is told each row's hidden kind, what its twin will score and what was paid so far."""
+    privileged: bool = True
+    """The critic, and nothing else, sees each row's hidden kind, what its twin will score and what was paid so far."""
     seed: int = 0
-    device: str = "cpu"
     network: NetworkConfig = field(default_factory=NetworkConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
-        if min(self.rounds, self.rows, self.preview_steps, self.exam_rows) < 1 or min(
-                self.preview_every, self.exam_every, self.scenarios) < 0:
-            raise EsperError("rounds, rows, preview_steps and exam_rows must be at least 1, the others at least 0")
+        if min(self.rounds, self.rows, self.exam_rows) < 1 or min(self.exam_every, self.scenarios) < 0:
+            raise EsperError("rounds, rows and exam_rows must be at least 1, exam_every and scenarios at least 0")
+        if max(self.rows, self.exam_rows) > MOST_ROWS or max(self.rounds, self.scenarios) > MOST_ROUNDS:
+            raise EsperError(f"rows and exam_rows can be {MOST_ROWS:,} at most, rounds and scenarios {MOST_ROUNDS:,}")
+        if self.rows % (self.ppo.minibatches * self.ppo.accumulate):
+            raise EsperError(f"rows {self.rows} cannot be cut into {self.ppo.minibatches * self.ppo.accumulate} equal minibatches; "
+                             "change rows or ppo.minibatches")
         if self.reward not in REWARDS or self.score not in SCORES_OF:
             raise EsperError(f"choose a reward from {', '.join(REWARDS)} and a score from {', '.join(SCORES_OF)}")
-        if self.network.told:
-            raise EsperError("network.told follows from tell; leave it out")
+        if self.network.privileged:
+            raise EsperError("network.privileged follows from privileged; leave it out")
 
     @property
     def pool(self) -> int:
         """Rounds after which scenarios come again; 0 is never."""
         return max(1, self.scenarios // self.rows) if self.scenarios else 0
 
-    def environment(self, family: Family, rows: int, previews: bool = True) -> MorphogeneticEnv:
-        wanted = PreviewConfig(self.preview_every, self.preview_steps) if previews and self.preview_every else None
-        return MorphogeneticEnv(family, rows, device=self.device, previews=wanted)
-
-    def agent(self, family: Family) -> PPOAgent:
+    def agent(self) -> PPOAgent:
         """An agent that knows nothing yet."""
-        torch.manual_seed(self.seed)
-        network = replace(self.network, told=len(TOLD) if self.tell else 0)
-        controller = Controller.fresh(self.environment(family, 1).spec, network, device=self.device)
+        network = replace(self.network, privileged=len(PRIVILEGED) if self.privileged else 0)
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            controller = Controller.fresh(self.env.spec, network, device=self.env.device)
         return PPOAgent(controller, replace(self.ppo, updates=self.rounds), seed=self.seed)
 
-
-def learn(agent: PPOAgent, world: World, rows: int, steps: int, begin: Callable[[int], object],
-          after: Callable[[int, PPOUpdateMetrics], object], stop: Callable[[], bool] = lambda: False) -> None:
-    """Rounds of `steps` steps until the agent's declared run is over, or someone asks to stop.
-
-    `begin` and `after` are told the number of the round; what is complete when `after` returns is never done again.
-    """
-    collector, buffer = Collector(agent, world, rows), agent.buffer(steps, rows)
-    while agent.updates < agent.config.updates and not stop():
-        number = agent.updates
-        begin(number)
-        after(number, agent.update(buffer, collector.fill(buffer)))
-
-
-class Recorded:
-    """A world whose every step is written to a sink."""
-
-    def __init__(self, world: Growth, sink: Sink, rounds: int = 0) -> None:
-        """The scenarios of so many rounds are met again and again; 0 is ever new ones."""
-        self.world, self.sink, self.rounds, self.round, self.epoch = world, sink, rounds, 0, 0
-
-    def begin(self, number: int) -> None:
-        """The next episodes of the training split."""
-        self.round, self.epoch = number, 0
-        env, place = self.world.env, number % self.rounds if self.rounds else number
-        env.population.life.drain_transitions()
-        if not self.rounds:
-            self.world.twins.known.clear()  # they will not be met again
-        self.world.begin(env.family.scenarios(env.rows, "train", start=place * env.rows))
-
-    def look(self) -> Glimpse:
-        return self.world.look()
-
-    def step(self, actions: Tensor) -> Outcome:
-        running = ~self.world.env.done
-        outcome = self.world.step(actions)
-        self.epoch += 1
-        self._write(actions.cpu(), outcome, running)
-        return outcome
-
-    def _write(self, actions: Tensor, outcome: Outcome, running: Tensor) -> None:
-        env, measured, now, spec = self.world.env, self.world.measured, self.world.standing, self.world.env.spec
-        assert measured is not None
-        assert now is not None
-        chosen = dict(zip(spec.heads, actions[running].unbind(1), strict=True))
-        ops = [spec.ops[op] for op in chosen[Head.OP].tolist()]
-        grows = [op is LifecycleOp.GERMINATE for op in ops]
-        blueprints = chosen[Head.BLUEPRINT].tolist() if Head.BLUEPRINT in chosen else [0] * len(ops)
-        on = measured.evidence.all_on
-        self.sink.write("step", {
-            "round": self.round, "epoch": self.epoch, "row": running.nonzero().flatten(), "scenario": env.scenarios.key[running],
-            "op": [op.name for op in ops], "slot": [None if op is LifecycleOp.WAIT else slot for op, slot in
-                                                    zip(ops, chosen[Head.SLOT].tolist(), strict=True)],
-            "blueprint": [spec.blueprints[b] if g else None for g, b in zip(grows, blueprints, strict=True)],
-            "reward": outcome.reward.cpu()[running], **{f"reward_{k}": v[running] for k, v in self.world.paid.items()},
-            "score": now.score[running], "twin": now.twin[running], "loss": on.loss[running], "accuracy": on.accuracy[running],
-            "train_loss": measured.train_loss[running], "params": now.params.sum(1)[running], "spent": measured.spent[running],
-            "rolled_back": measured.rolled_back[running], "done": measured.done[running]})
-        moves = env.population.life.drain_transitions()
-        if moves:
-            self.sink.write("move", {"round": self.round, "epoch": self.epoch, "row": [m.row for m in moves],
-                                     "slot": [m.slot for m in moves], "source": [m.source.name for m in moves],
-                                     "target": [m.target.name for m in moves]})
-        self.sink.commit()
+    @property
+    def identity(self) -> str:
+        """A digest of what makes a run this run; it may be made longer."""
+        plain = to_dict(self) | {"rounds": 0}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class Training:
     """One run: train, record, examine, checkpoint after every round. Bit for bit the same if it is stopped and continued."""
 
-    def __init__(self, family: Family, config: TrainConfig, folder: Path, sink: Sink | None = None) -> None:
-        """Continues from the folder's checkpoint if it holds one."""
-        self.family, self.config, self.folder, self.sink = family, config, folder, sink or Nowhere()
-        path = folder / CHECKPOINT
-        self.agent = PPOAgent.load(path, config.device) if path.exists() else config.agent(family)
+    def __init__(self, config: TrainConfig, folder: Path, sink: Sink | None = None, make: MakeEnv = MorphogeneticEnv) -> None:
+        """Continues from the folder's checkpoint if it holds one; `make` makes environments."""
+        self.config, self.folder, self.sink, self.make = config, folder, sink or Nowhere(), make
+        self.agent = self._agent()
         self.agent.config = replace(self.agent.config, updates=config.rounds)  # more, if the run was made longer
-        env = config.environment(family, config.rows)
-        twins = Twins(config.environment(family, config.rows, previews=False))
-        self.world = Growth(env, twins, config.reward, config.score, config.seed, self.agent.device, config.tell)
-        self.recorded, self.clock = Recorded(self.world, self.sink, config.pool), time.perf_counter()
-        self.twin_epochs = 0
+        twins = Twins(make(replace(config.env, previews=None), config.rows))
+        self.world = RewardWorld(make(config.env, config.rows), twins, config.reward, config.score)
+        self.clock = time.perf_counter()
         if (folder / TWINS).exists():
             twins.load(folder / TWINS)
 
+    def _agent(self) -> PPOAgent:
+        path, config = self.folder / CHECKPOINT, self.config
+        if not path.exists():
+            return config.agent()
+        if read_state(path, "agent")[0].get("run") != config.identity:
+            raise EsperError(f"{path} belongs to another run than the run.json beside it; put back its own")
+        return PPOAgent.load(path, config.env.device)
+
     def run(self, stop: Callable[[], bool] = lambda: False, watch: Callable[[int], object] = lambda number: None) -> None:
-        """`watch` is told the rounds that are done, after each."""
-        def after(number: int, metrics: PPOUpdateMetrics) -> None:
-            fresh = self.world.twins.epochs > self.twin_epochs
-            self._report(number, metrics)
-            if self.config.exam_every and (number + 1) % self.config.exam_every == 0:
-                self.examine("learned", Learned(self.agent.controller, greedy=True), number + 1)
+        """Rounds until the run is over, or someone asks to stop; what is complete after a round is never done again.
+
+        `watch` is told the rounds that are done, after each.
+        """
+        config, agent = self.config, self.agent
+        buffer = agent.buffer(self.world.steps, config.rows)
+        nothing = torch.zeros(config.rows, device=agent.device)  # every episode ends within its round
+        while agent.updates < config.rounds and not stop():
+            number, known = agent.updates, len(self.world.twins.known)
+            played = self.world.collect(agent, self._scenarios(number), buffer, config.seed, config.privileged)
+            metrics = agent.update(buffer, nothing)
+            fresh = len(self.world.twins.known) > known
+            self._record(number, played)
+            self._report(number, played, metrics)
+            if config.exam_every and (number + 1) % config.exam_every == 0:
+                self.examine("learned", Learned(agent.controller, greedy=True), number + 1)
             self.sink.commit()
             self._checkpoint(fresh)
             watch(number + 1)
 
-        learn(self.agent, self.recorded, self.config.rows, self.world.steps, self.recorded.begin, after, stop)
+    def _scenarios(self, number: int) -> Scenarios:
+        """The next episodes of the training split."""
+        pool, rows = self.config.pool, self.config.rows
+        if not pool:
+            self.world.twins.forget()  # they will not be met again
+        return self.config.env.family.scenarios(rows, "train", start=(number % pool if pool else number) * rows)
 
     def _checkpoint(self, fresh: bool) -> None:
-        """The agent, and the twins that will be met again if some are `fresh`."""
+        """The agent, and the twins that will be met again if some are `fresh`. The agent before it is kept."""
+        path = self.folder / CHECKPOINT
         try:
             if fresh and self.config.pool:
                 self.world.twins.save(self.folder / TWINS)
-            self.agent.save(self.folder / CHECKPOINT)
+            if path.exists():
+                atomic_write(self.folder / PREVIOUS, path.read_bytes())
+            self.agent.save(path, run=self.config.identity, env=to_dict(self.config.env))
         except EsperError as error:
             raise EsperError(f"{error}, then resume the run: what it saved before is kept") from error
 
-    def _report(self, number: int, metrics: PPOUpdateMetrics) -> None:
-        now, total = time.perf_counter(), self.world.total
-        plain = {name: getattr(metrics, name) for name in (
-            "policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "ratio_max", "ratio_min", "grad_norm", "value_error",
-            "replay_error", "advantage_mean", "advantage_std", "explained_variance", "steps", "skipped", "stopped_early",
-            "learning_rate")}
-        epochs = int(self.world.env.clock.sum()) + self.world.twins.epochs - self.twin_epochs
-        self.twin_epochs = self.world.twins.epochs
+    def _record(self, number: int, played: Round) -> None:
+        """Every step of a round."""
+        episodes, spec = played.episodes, self.config.env.spec
+        measured = episodes.measured
+        for epoch, actions in enumerate(episodes.actions):
+            over = measured["done"][epoch - 1] if epoch else torch.zeros_like(measured["done"][0])
+            running, now = ~over, played.inputs[epoch]
+            chosen = dict(zip(spec.heads, actions[running].unbind(1), strict=True))
+            ops = [spec.ops[op] for op in chosen[Head.OP].tolist()]
+            grows = [op is LifecycleOp.GERMINATE for op in ops]
+            blueprints = chosen[Head.BLUEPRINT].tolist() if Head.BLUEPRINT in chosen else [0] * len(ops)
+            columns: dict[str, Any] = {
+                "op": [op.name for op in ops],
+                "slot": [None if op is LifecycleOp.WAIT else s for op, s in zip(ops, chosen[Head.SLOT].tolist(), strict=True)],
+                "blueprint": [spec.blueprints[b] if g else None for g, b in zip(grows, blueprints, strict=True)]}
+            tensors = {"scenario": episodes.scenarios.key, "reward": played.reward[epoch], "score": now.score, "twin": now.twin,
+                       "params": now.params.sum(1), "loss": measured["all_on.loss"][epoch],
+                       "smooth": measured["all_on.smooth"][epoch],
+                       **{f"reward_{name}": term[epoch] for name, term in played.terms.items()},
+                       **{name: measured[name][epoch] for name in ("train_loss", "spent", "rolled_back", "done")}}
+            columns |= {name: tensor[running] for name, tensor in tensors.items()}
+            self.sink.write("step", {"round": number, "epoch": epoch + 1, "row": running.nonzero().flatten(), **columns})
+        if episodes.moves:
+            names = ("epoch", "row", "slot", "source", "target")
+            moves = dict(zip(names, map(list, zip(*episodes.moves, strict=True)), strict=True))
+            self.sink.write("move", {"round": number, **moves})
+
+    def _report(self, number: int, played: Round, metrics: PPOUpdateMetrics) -> None:
+        now, total = time.perf_counter(), played.returns
+        epochs = int(played.episodes.measured["clock"][-1].sum())
+        if not self.config.pool or number < self.config.pool:  # twins of scenarios that were not met before
+            epochs += int(played.episodes.scenarios.horizon.sum())
         self.sink.write("round", {"round": number, "seconds": now - self.clock, "host_epochs": epochs, "episodes": len(total),
                                   "utility": float(total.mean()), "utility_error": float(total.std()) / math.sqrt(len(total)),
-                                  **plain})
-        by_head = {"entropy": metrics.head_entropy, "grad_norm": metrics.head_grad_norm, "learnable": metrics.head_learnable}
-        self.sink.write("head", {"round": number, "head": list(metrics.head_entropy),
-                                 **{name: list(values.values()) for name, values in by_head.items()}})
+                                  **metrics.single()})
+        self.sink.write("head", {"round": number, **metrics.by_head()})
         for anomaly in metrics.anomalies:
             self.sink.write("anomaly", {"round": number, "kind": anomaly.kind, "place": anomaly.where, "value": anomaly.value})
         self.clock = now
 
     def examine(self, name: str, policy: PolicyBundle, number: int) -> Tensor:
-        """Utilities [exam_rows] of a policy on the first scenarios of the validation split."""
-        exam, rows = self.exam, self.config.exam_rows
-        exam.begin(self.family.scenarios(rows, "validation"))
-        while not bool(exam.env.done.all()):
-            exam.step(policy(exam.env.view()))
-        assert exam.standing is not None
-        self.sink.write("exam", {"round": number, "policy": name, "scenario": torch.arange(rows), "utility": exam.total,
-                                 "score": exam.standing.score, "params": exam.standing.params.sum(1),
-                                 "spent": exam.standing.spent})
-        return exam.total
+        """Utilities above the twin [exam_rows] of a policy on the first scenarios of the validation split."""
+        rows = self.config.exam_rows
+        played = self.exam.play(policy, self.config.env.family.scenarios(rows, "validation"))
+        last = played.inputs[-1]
+        self.sink.write("exam", {"round": number, "policy": name, "scenario": torch.arange(rows), "utility": played.returns,
+                                 "score": last.score, "params": last.params.sum(1), "spent": last.spent})
+        return played.returns
 
     @functools.cached_property
-    def exam(self) -> Growth:
-        """Scored by accuracy, as the proof is; its twins are computed once."""
-        env, beside = (self.config.environment(self.family, self.config.exam_rows, previews) for previews in (True, False))
-        return Growth(env, Twins(beside), "utility", "accuracy", self.config.seed, self.agent.device)
+    def exam(self) -> RewardWorld:
+        """Scored as the proof is; its twins are computed once."""
+        config, rows = self.config.env, self.config.exam_rows
+        return RewardWorld(self.make(config, rows), Twins(self.make(replace(config, previews=None), rows)), "utility", "score")

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionSpec, EsperError, Field, Observation, ObservationSpec, StateFormatError, View
+from esper.leyline import ActionSpec, EsperError, Observation, ObservationSpec, StateFormatError, View
+from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import mix, uniform
-from esper.leyline.storage import plain, rebuilt
+from esper.leyline.storage import decoding
 from esper.tamiyo.masks import ActionMasks, action_masks
 from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig, exact
 from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
 
 
-class Glimpse(NamedTuple):
+class PolicyInput(NamedTuple):
     """What a controller is shown of N rows in one step."""
 
     seen: Observation  # not scaled
@@ -23,10 +24,10 @@ class Glimpse(NamedTuple):
     reset: Tensor  # [N] bool: the memory must be empty
     u: Tensor  # [N, heads] uniform numbers to draw with
     valid: Tensor | None = None  # [N] bool: rows that are not over and waiting; None: none is
-    told: Tensor | None = None  # [N, W] what the value head alone is told; None: nothing
+    privileged: Tensor | None = None  # [N, W] what the value head alone sees; None: nothing
 
     @classmethod
-    def of(cls, view: View, seed: int, device: torch.device) -> "Glimpse":
+    def of(cls, view: View, seed: int, device: torch.device) -> "PolicyInput":
         named = {name: mask.to(device) for name, mask in action_masks(view).named().items()}
         seen = Observation(*(part.to(device) for part in observe(view)))
         u = uniform(mix(view.key, 11, seed, view.clock), len(view.spec.heads))
@@ -68,23 +69,23 @@ class Controller:
                 raise EsperError(f"this controller sees other {name} fields than there are: {', '.join(odd)} differ")
         return Controller(self.network.bound_to(spec), self.normaliser)
 
-    def act(self, glimpse: Glimpse, hidden: Tensor, explore: float = 0.0, greedy: bool = False) -> tuple[Observation, Acted]:
+    def act(self, shown: PolicyInput, hidden: Tensor, explore: float = 0.0, greedy: bool = False) -> tuple[Observation, Acted]:
         """(what was seen, scaled; what was done) in one step; rows to reset start with an empty memory."""
-        seen, hidden = self.normaliser(glimpse.seen), emptied(hidden, glimpse.reset)
-        return seen, self.network.get_action(seen, glimpse.masks, hidden, None if greedy else glimpse.u, explore, glimpse.told)
+        seen, hidden = self.normaliser(shown.seen), emptied(hidden, shown.reset)
+        return seen, self.network.get_action(seen, shown.masks, hidden, None if greedy else shown.u, explore, shown.privileged)
 
     @torch.no_grad()
     @exact()
-    def value(self, seen: Observation, hidden: Tensor, told: Tensor | None = None) -> Tensor:
+    def value(self, seen: Observation, hidden: Tensor, privileged: Tensor | None = None) -> Tensor:
         """[N]: what a raw observation promises."""
         decided, _ = self.network(Observation(*(part.unsqueeze(0) for part in self.normaliser(seen))), hidden,
-                                  told=None if told is None else told.unsqueeze(0))
+                                  privileged=None if privileged is None else privileged.unsqueeze(0))
         value: Tensor = decided.value[0]
         return value
 
     def header(self) -> dict[str, Any]:
         net = self.network
-        return {"spec": plain(net.spec), "network": plain(net.config), "observation": plain(net.observation),
+        return {"spec": to_dict(net.spec), "network": to_dict(net.config), "observation": to_dict(net.observation),
                 "limit": self.normaliser.limit}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -92,28 +93,29 @@ class Controller:
         return weights | {f"normaliser.{name}": t for name, t in self.normaliser.tensors().items()}
 
     @classmethod
-    def decode(cls, header: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str = "cpu") -> "Controller":
-        try:
-            observation = ObservationSpec(*(tuple(rebuilt(Field, field) for field in header["observation"][name])
-                                            for name in ("row", "slot", "candidate")))
-            spec, config = rebuilt(ActionSpec, header["spec"]), rebuilt(NetworkConfig, header["network"])
-            network = FactoredRecurrentActorCritic(spec, config, observation)
-            controller = cls(network, Normaliser(observation, limit=header["limit"]))
-        except (KeyError, TypeError) as error:
-            raise StateFormatError(f"this file does not describe a controller: {error}") from error
-        weights = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("network.")}
-        scales = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("normaliser.")}
-        check_tensors("weights", controller.network.state_dict(), weights)
-        check_tensors("scales", controller.normaliser.tensors(), scales)
-        controller.network.load_state_dict(weights)
-        controller.network.to(device)
-        controller.normaliser.load(scales)
-        return cls(controller.network, controller.normaliser)
+    def decode(cls, header: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str, path: str) -> "Controller":
+        """From what `header` and `tensors` gave; `path` is for sentences."""
+        with decoding(path, "controller"):
+            observation = from_dict(ObservationSpec, header["observation"], f"{path}: observation")
+            spec = from_dict(ActionSpec, header["spec"], f"{path}: spec")
+            config = from_dict(NetworkConfig, header["network"], f"{path}: network")
+            with torch.device("meta"):  # a crafted size must not be allocated before it is compared
+                sizes = {name: t.shape for name, t in FactoredRecurrentActorCritic(spec, config, observation).state_dict().items()}
+            weights = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("network.")}
+            scales = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("normaliser.")}
+            check_tensors("weights", sizes, weights)
+            controller = cls(FactoredRecurrentActorCritic(spec, config, observation),
+                             Normaliser(observation, limit=float(header["limit"])))
+            check_tensors("scales", {name: t.shape for name, t in controller.normaliser.tensors().items()}, scales)
+            controller.network.load_state_dict(weights)
+            controller.network.to(device)
+            controller.normaliser.load(scales)
+            return cls(controller.network, controller.normaliser)
 
 
-def check_tensors(what: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def check_tensors(what: str, expected: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
     """The same names with the same shapes, or one sentence."""
     wrong = [name for name in expected.keys() | found.keys() if name not in expected or name not in found
-             or expected[name].shape != found[name].shape]
+             or expected[name] != found[name].shape]
     if wrong:
         raise StateFormatError(f"these {what} are of another controller: {', '.join(sorted(wrong)[:3])} differ")

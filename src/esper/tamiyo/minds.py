@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from esper.leyline import ActionSpec, EsperError, StateFormatError
-from esper.leyline.storage import read_state, write_state
+from esper.leyline import ActionSpec, EsperError
+from esper.leyline.storage import decoding, read_state, write_state
 from esper.tamiyo.controller import Controller
 
 FOLDER = Path(__file__).parent.parent / "minds"
@@ -40,11 +40,9 @@ def write_mind(path: str | Path, members: Sequence[Member]) -> None:
 def read_mind(name: str | Path, device: torch.device | str = "cpu") -> list[Member]:
     """All members of a shipped mind, or of one in a file."""
     header, tensors = read_state(shipped().get(str(name), name), "mind")
-    try:
-        return [Member(Controller.decode(each["controller"], _of(tensors, f"{number}."), device), each["about"])
+    with decoding(name, "mind"):
+        return [Member(Controller.decode(each["controller"], _of(tensors, f"{number}."), device, str(name)), each["about"])
                 for number, each in enumerate(header["members"])]
-    except (KeyError, TypeError) as error:
-        raise StateFormatError(f"{name} does not describe a mind: {error}") from error
 
 
 def _of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

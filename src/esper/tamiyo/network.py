@@ -36,8 +36,8 @@ class NetworkConfig:
     """Width behind which the heads split."""
     memory: bool = True
     """Without it the LSTM forgets everything before each step."""
-    told: int = 0
-    """Numbers that the value head alone is told while it learns; a controller that only acts needs none of them."""
+    privileged: int = 0
+    """Privileged inputs: numbers that the value head alone sees while it learns; a controller that only acts needs none."""
 
 
 @contextmanager
@@ -99,7 +99,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.lstm = nn.LSTM(size.hidden, size.hidden)
         self.lstm_norm = nn.LayerNorm(size.hidden)
         self.op_head = nn.Sequential(nn.Linear(size.hidden, size.trunk), nn.ReLU(), nn.Linear(size.trunk, len(spec.ops)))
-        self.value_head = nn.Sequential(nn.Linear(size.hidden + size.told, size.trunk), nn.ReLU(), nn.Linear(size.trunk, 1))
+        self.value_head = nn.Sequential(nn.Linear(size.hidden + size.privileged, size.trunk), nn.ReLU(), nn.Linear(size.trunk, 1))
         self.trunk_state = nn.Linear(size.hidden, size.trunk)
         self.trunk_slot = nn.Linear(size.slot, size.trunk, bias=False)
         self.trunk_op = nn.Parameter(torch.zeros(len(self.acting), size.trunk))
@@ -190,8 +190,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         out, _ = self.lstm(inputs, (memory[None, :, 0].contiguous(), memory[None, :, 1].contiguous()))
         return out[place, stretch], None
 
-    def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor, told: Tensor | None = None) -> Decided:
-        """Everything behind the memory. `told` [T, B, W] reaches the value and nothing else; None is zeros."""
+    def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor, privileged: Tensor | None = None) -> Decided:
+        """Everything behind the memory. `privileged` [T, B, W] reaches the value and nothing else; None is zeros."""
         state = self.lstm_norm(memory)
         trunk = self.trunk_state(state)[..., None, None, :] + self.trunk_slot(slot)[..., None, :, :] + self.trunk_op[:, None]
         trunk = trunk.relu()  # [T, B, A, S, Z]
@@ -207,19 +207,19 @@ class FactoredRecurrentActorCritic(nn.Module):
                 out = out.unflatten(-1, (len(ALPHA_SPEEDS), -1))
             values[op, head] = out
         logits = ActionLogits(self.op_head(state), torch.stack(slots, -2), values)
-        told = state.new_zeros(*state.shape[:-1], self.config.told) if told is None else told
-        return Decided(logits, self.value_scale * self.value_head(torch.cat([state, told], -1)).squeeze(-1))
+        privileged = state.new_zeros(*state.shape[:-1], self.config.privileged) if privileged is None else privileged
+        return Decided(logits, self.value_scale * self.value_head(torch.cat([state, privileged], -1)).squeeze(-1))
 
     def forward(self, seen: Observation, hidden: Tensor | None = None, reset: Tensor | None = None,
-                told: Tensor | None = None) -> tuple[Decided, Tensor | None]:
+                privileged: Tensor | None = None) -> tuple[Decided, Tensor | None]:
         """(logits and values of a sequence [T, B, ...], hidden behind it if there were no resets)."""
-        self._check(seen, hidden, reset, told)
+        self._check(seen, hidden, reset, privileged)
         hidden = self.get_initial_hidden(seen.row.shape[1]) if hidden is None else hidden
         encoded = self.encode(seen)
         memory, behind = self.remember(encoded.features, hidden, reset)
-        return self.decide(memory, encoded.slot, encoded.candidate, told), behind
+        return self.decide(memory, encoded.slot, encoded.candidate, privileged), behind
 
-    def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None, told: Tensor | None) -> None:
+    def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None, privileged: Tensor | None) -> None:
         width, rows = self.observation.widths, tuple(seen.row.shape[:2])
         slots, kinds = self.spec.slots, len(self.spec.blueprints)
         expected = {"row": (*rows, width[0]), "slot": (*rows, slots, width[1]), "candidate": (*rows, slots, kinds, width[2])}
@@ -235,20 +235,21 @@ class FactoredRecurrentActorCritic(nn.Module):
                              f"{[rows[1], 2, self.config.hidden]}")
         if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
             raise EsperError(f"reset is {reset.dtype} {list(reset.shape)}; expected torch.bool {list(rows)}")
-        if told is not None and told.shape != (*rows, self.config.told):
-            raise EsperError(f"the critic is told {list(told.shape)}; this one expects {[*rows, self.config.told]}")
+        if privileged is not None and privileged.shape != (*rows, self.config.privileged):
+            raise EsperError(f"privileged inputs have shape {list(privileged.shape)}; this critic expects "
+                             f"{[*rows, self.config.privileged]}")
 
     @torch.no_grad()
     @exact()
     def get_action(self, seen: Observation, masks: ActionMasks, hidden: Tensor, u: Tensor | None,
-                   explore: Tensor | float = 0.0, told: Tensor | None = None) -> Acted:
+                   explore: Tensor | float = 0.0, privileged: Tensor | None = None) -> Acted:
         """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None.
 
         Nothing here carries a gradient: the log-probabilities are those of behaviour, the denominator of a ratio.
         `evaluate_actions` scores with gradients.
         """
         decided, behind = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden,
-                                       told=None if told is None else told.unsqueeze(0))
+                                       privileged=None if privileged is None else privileged.unsqueeze(0))
         behind = self.get_initial_hidden(len(hidden)) if behind is None else behind  # a mind without memory
         logits = ActionLogits(decided.logits.op[0], decided.logits.slot[0], {k: v[0] for k, v in decided.logits.values.items()})
         distribution = ActionDistribution(self.spec, logits, masks, explore)
@@ -260,8 +261,8 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def evaluate_actions(self, seen: Observation, masks: ActionMasks, actions: Tensor, hidden: Tensor | None,
                          reset: Tensor | None = None, explore: Tensor | float = 0.0, validate: bool = True,
-                         told: Tensor | None = None) -> Evaluated:
+                         privileged: Tensor | None = None) -> Evaluated:
         """Score actions [T, B, heads] of sequences that began at `hidden`, with gradients."""
-        decided, _ = self.forward(seen, hidden, reset, told)
+        decided, _ = self.forward(seen, hidden, reset, privileged)
         distribution = ActionDistribution(self.spec, decided.logits, masks, explore, validate)
         return Evaluated(distribution.score(actions), distribution, decided.value)

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionSpec, View
+from esper.leyline import ActionSpec, EsperError, View
 from esper.leyline.keys import mix, uniform
 from esper.leyline.storage import read_state
-from esper.tamiyo.controller import Controller, Glimpse
+from esper.tamiyo.controller import Controller, PolicyInput
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.masks import action_masks
@@ -52,16 +52,18 @@ class Learned:
     def load(cls, path: str | Path, spec: ActionSpec, device: torch.device | str = "cpu", greedy: bool = False,
              seed: int = 0) -> "Learned":
         """From a file that an agent saved, or by the name of a mind that ships with Esper, for hosts with this action spec."""
+        if Path(path).is_dir():
+            raise EsperError(f"{path} is a folder; name the agent.safetensors of a run, or one of {', '.join(shipped())}")
         if str(path) in shipped():
             controller = member_for(spec, read_mind(path, device)).controller
         else:
-            controller = Controller.decode(*read_state(path, "agent"), device)
+            controller = Controller.decode(*read_state(path, "agent"), device, str(path))
         return cls(controller.bound_to(spec), greedy, seed)
 
     def __call__(self, view: View) -> Tensor:
         if self.hidden is None or len(self.hidden) != len(view.clock):
             self.hidden = self.controller.network.get_initial_hidden(len(view.clock))
-        _, acted = self.controller.act(Glimpse.of(view, self.seed, self.controller.device), self.hidden, greedy=self.greedy)
+        _, acted = self.controller.act(PolicyInput.of(view, self.seed, self.controller.device), self.hidden, greedy=self.greedy)
         self.hidden = acted.hidden
         return acted.actions.cpu()
 

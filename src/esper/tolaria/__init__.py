@@ -1,22 +1,27 @@
 """Tolaria: the workshop. Tasks and data, scenarios, training, evidence, the governor and the environment."""
 
-from esper.tolaria.env import Measurement, MorphogeneticEnv
+from esper.tolaria.env import EnvConfig, MakeEnv, Measurement, MorphogeneticEnv
+from esper.tolaria.episodes import Decision, Episodes, Twins, batches, charges, play, replay, utility
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.families import FAMILIES, find_family
 from esper.tolaria.governor import Governor, GovernorConfig
+from esper.tolaria.openings import openings
 from esper.tolaria.previews import PreviewConfig, preview_candidates
-from esper.tolaria.rounds import Trace, Twins, play, replay
 from esper.tolaria.scenarios import Family, Kind, Scenario, Scenarios
 from esper.tolaria.tasks import TASKS, ProofKey, Task, TaskData, add_data, load_task, open_test, present
 
 __all__ = [
     "FAMILIES",
     "TASKS",
+    "Decision",
+    "EnvConfig",
+    "Episodes",
     "Evidence",
     "Family",
     "Governor",
     "GovernorConfig",
     "Kind",
+    "MakeEnv",
     "Measurement",
     "MorphogeneticEnv",
     "PreviewConfig",
@@ -26,15 +31,18 @@ __all__ = [
     "Scores",
     "Task",
     "TaskData",
-    "Trace",
     "Twins",
     "add_data",
+    "batches",
+    "charges",
     "evaluate",
     "find_family",
     "load_task",
     "open_test",
+    "openings",
     "play",
     "present",
     "preview_candidates",
     "replay",
+    "utility",
 ]

@@ -6,14 +6,13 @@ Legend: N rows, S slots.
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from esper.kasmina import Population, blueprints_for
+from esper.kasmina import Population, PopulationConfig, blueprints_for
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.leyline import (
     SCORES,
@@ -28,11 +27,9 @@ from esper.leyline import (
     Rollback,
     Seeds,
     SeedStage,
-    StateFormatError,
     View,
 )
 from esper.leyline.keys import mix
-from esper.leyline.storage import plain, read_state, rebuilt, write_state
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.feed import Feed
 from esper.tolaria.governor import RULES, Governor, GovernorConfig
@@ -44,6 +41,48 @@ MOST_AT_ONCE = {"cpu": 600_000, "cuda": 40_000_000}
 """Numbers behind a stage that an evaluation computes at once: what caches hold, and enough to keep a device busy."""
 
 
+@dataclass(frozen=True)
+class EnvConfig:
+    """Everything that an environment is made of, but for its number of rows."""
+
+    family: Family
+    spec: ActionSpec = field(default=None)  # type: ignore[assignment]
+    """What an action consists of; `ActionSpec.decisive` by default."""
+    gates: GateConfig = field(default_factory=GateConfig)
+    governor: GovernorConfig = field(default_factory=GovernorConfig)
+    previews: PreviewConfig | None = None
+    """None: candidates are never previewed."""
+    incubation: str = "shadow"
+    device: str = "cpu"
+    dtype: str = "float32"
+    compute_dtype: str = ""
+    """bfloat16 for faster products; empty is as `dtype`."""
+    compile: bool = False
+    """Run the hosts' stages through torch.compile."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.family, Family):
+            raise EsperError(f"an environment needs a Family, not a {type(self.family).__name__}")
+        host = self.family.host
+        decisive = self.spec or ActionSpec.decisive(len(host.slots), blueprints_for(host.kind))
+        object.__setattr__(self, "spec", decisive)
+        for name in ("device", "dtype", "compute_dtype"):  # as the population understood them
+            object.__setattr__(self, name, getattr(self.population, name))
+
+    @property
+    def population(self) -> PopulationConfig:
+        return PopulationConfig(self.family.host, self.spec, self.gates, self.family.optim, self.family.objective,
+                                self.incubation, self.device, self.dtype, self.compute_dtype, self.compile)
+
+
+MakeEnv = Callable[["EnvConfig", int], "MorphogeneticEnv"]
+"""The seam for another environment: what makes one from its config and rows."""
+SLOT_STATE = ("stage", "blueprint", "alpha", "germinations")
+"""What a measurement keeps of the lifecycle, [N, S] each."""
+_KEPT = ("clock", "spent", "rolled_back", "done", *SLOT_STATE, "seed_params")
+"""What is true of a row whatever was measured."""
+
+
 @dataclass
 class Measurement:
     """What is known after an epoch. Every tensor [N] or [N, S], on the CPU."""
@@ -52,20 +91,24 @@ class Measurement:
     """Epochs of the episode that are over."""
     train_loss: Tensor
     """Mean over the epoch's steps."""
-    evidence: Evidence
     params: Tensor
     """Of live seeds."""
     spent: Tensor
     """Extra training FLOPs so far, as a share of what training the bare host for the episode takes."""
     rolled_back: Tensor
     done: Tensor
+    stage: Tensor
+    blueprint: Tensor
+    alpha: Tensor
+    germinations: Tensor
+    seed_params: Tensor
+    """[N, S] of the seed in each slot."""
+    evidence: Evidence
 
     def tensors(self) -> dict[str, Tensor]:
         """Every number under a flat name: for stores, traces and comparisons."""
-        evidence = self.evidence
-        flat = {name: getattr(self, name) for name in ("clock", "train_loss", "params", "spent", "rolled_back", "done")}
-        for group in ("all_on", "all_off", "delivered", "contribution", "preview"):
-            part = getattr(evidence, group)
+        flat = {name: value for name, value in vars(self).items() if name != "evidence"}
+        for group, part in vars(self.evidence).items():
             flat |= {f"{group}.{name}": value for name, value in vars(part).items()}
         return flat
 
@@ -76,26 +119,22 @@ class MorphogeneticEnv:
     Rows may end at different times; a row that is done waits (only WAIT is allowed there) until it is reset.
     """
 
-    def __init__(self, family: Family, rows: int, *, spec: ActionSpec | None = None, gates: GateConfig | None = None,
-                 governor: GovernorConfig | None = None, incubation: str = "shadow", device: torch.device | str = "cpu",
-                 dtype: torch.dtype = torch.float32, compute_dtype: torch.dtype | None = None, compile: bool = False,
-                 data: TaskData | None = None, previews: PreviewConfig | None = None) -> None:
-        """`spec` is `ActionSpec.decisive` by default. Without `previews` candidates are never previewed."""
-        self.family, self.rows = family, rows
-        spec = spec or ActionSpec.decisive(len(family.host.slots), blueprints_for(family.host.kind))
-        self.population = Population(family.host, rows, spec=spec, gates=gates, optim=family.optim, incubation=incubation,
-                                     device=device, dtype=dtype, compute_dtype=compute_dtype, compile=compile)
+    def __init__(self, config: EnvConfig | Family, rows: int, data: TaskData | None = None, **changes: Any) -> None:
+        """`changes` are fields of `EnvConfig`; a bare family takes its defaults for the others."""
+        config = EnvConfig(config, **changes) if isinstance(config, Family) else replace(config, **changes)
+        family = config.family
+        self.config, self.family, self.rows, self.previews = config, family, rows, config.previews
+        self.population = Population(config.population, rows)
         self.feed = Feed(family, data or load_task(family.task), rows, self.population.device)
         self.scenarios = family.draw(torch.zeros(rows, dtype=torch.int64))
         self.clock = torch.zeros(rows, dtype=torch.int64)
         self.done = torch.ones(rows, dtype=torch.bool)
         self.spent = torch.zeros(rows, dtype=torch.float64)
-        self.governor = Governor(self.population, governor or GovernorConfig())
+        self.governor = Governor(self.population, config.governor)
         self.rollbacks: list[Rollback] = []
         self.measured: Measurement | None = None
         self.scores, self.before = (torch.full((rows, len(SCORES)), torch.nan) for _ in range(2))
-        self.previews = previews
-        shape = (rows, spec.slots, len(spec.blueprints))
+        shape = (rows, self.spec.slots, len(self.spec.blueprints))
         self.candidates = Contribution(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
         prototypes = self.population.prototypes
         self._descriptors = torch.tensor([[p.descriptor for p in slot] for slot in prototypes])
@@ -108,6 +147,8 @@ class MorphogeneticEnv:
     def reset(self, scenarios: Scenarios, rows: Tensor | None = None) -> None:
         """Begin a new episode in these rows (None is all of them)."""
         rows = torch.arange(self.rows) if rows is None else rows.cpu()
+        if not isinstance(scenarios, Scenarios):
+            raise EsperError(f"reset takes Scenarios, not a {type(scenarios).__name__}; draw some with family.scenarios(n)")
         if len(scenarios) != len(rows):
             raise EsperError(f"{len(scenarios)} scenarios for {len(rows)} rows; give one to each")
         self.scenarios.put(rows, scenarios)
@@ -149,7 +190,9 @@ class MorphogeneticEnv:
 
     def step(self, actions: Tensor) -> Measurement:
         """Act, train one epoch, measure, and let the governor settle. Measurements are of after the action."""
-        full = expand_actions(self.spec, actions.cpu())
+        full = expand_actions(self.spec, actions)
+        if self.measured is None and bool(self.done.all()):
+            raise EsperError("no episode has begun; call reset before step")
         idle = self.done & (full[:, Head.OP] != LifecycleOp.WAIT)
         if bool(idle.any()):
             raise EsperError(f"row {int(idle.nonzero()[0])} is done; reset it or let it WAIT")
@@ -239,62 +282,16 @@ class MorphogeneticEnv:
             self.rollbacks.append(Rollback(int(self.scenarios.key[row]), int(self.clock[row]), RULES[int(verdict[row])],
                                            tuple(actions[row].tolist()), bool(ended[row])))
         self.done = self.done | ended | (self.clock >= self.scenarios.horizon)
-        params = self.population.costs()[0].sum(1)
-        now = Measurement(self.clock.clone(), train_loss, evidence, params, self.spent.float(), verdict > 0, self.done.clone())
+        params, life = self.population.costs()[0], self.population.life
+        now = Measurement(clock=self.clock.clone(), train_loss=train_loss, evidence=evidence, params=params.sum(1),
+                          spent=self.spent.float(), rolled_back=verdict > 0, done=self.done.clone(), seed_params=params,
+                          **{name: getattr(life, name).clone() for name in SLOT_STATE})
         back = ((verdict > 0) | over).nonzero().flatten()
         self.measured = _replaced(now, back, self.measured) if len(back) else now
         running = ~over[:, None]
         on = self.measured.evidence.all_on
-        latest = torch.stack([on.loss, on.accuracy, on.probability, self.measured.train_loss], 1)
+        latest = torch.stack([on.loss, on.score, on.smooth, self.measured.train_loss], 1)
         self.before, self.scores = torch.where(running, self.scores, self.before), torch.where(running, latest, self.scores)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that a continued run needs."""
-        own = {"clock": self.clock, "done": self.done, "spent": self.spent, "scores": self.scores, "before": self.before}
-        parts = {"population": self.population.tensors(), "governor": self.governor.tensors(),
-                 "scenarios": self.scenarios.columns(), "candidates": vars(self.candidates)}
-        if self.measured is not None:
-            parts["measured"] = self.measured.tensors()
-        return own | {f"{room}.{name}": t for room, tensors in parts.items() for name, t in tensors.items()}
-
-    def fingerprint(self) -> dict[str, object]:
-        """What must agree for a checkpoint to fit."""
-        population = self.population
-        return {"rows": self.rows, "family": repr(self.family), "spec": repr(self.spec), "gates": repr(population.life.gates),
-                "governor": repr(self.governor.config), "incubation": population.incubation, "dtype": str(population.dtype),
-                "compute_dtype": str(population.compute_dtype), "previews": repr(self.previews)}
-
-    def save(self, path: str | Path) -> None:
-        """One safetensors file with a JSON header; it appears whole or not at all."""
-        header = {"fingerprint": self.fingerprint(), "epoch": self.population.life.epoch,
-                  "rollbacks": [plain(record) for record in self.rollbacks]}
-        write_state(path, "environment", header, self.tensors())
-
-    def load(self, path: str | Path) -> None:
-        """Continue from a checkpoint of an environment made with the same arguments, bit for bit."""
-        header, tensors = read_state(path, "environment")
-        theirs = header["fingerprint"]
-        different = [name for name, value in self.fingerprint().items() if theirs.get(name) != value]
-        if different:
-            raise StateFormatError(f"{path} is of another environment: {', '.join(different)} differ")
-        if missing := {name for name in self.tensors() if not name.startswith("measured.")} - tensors.keys():
-            raise StateFormatError(f"{path} lacks {len(missing)} of its tensors, {min(missing)} among them; nothing was loaded")
-        groups: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            room, _, rest = name.partition(".")
-            groups.setdefault(room if rest else "", {})[rest or name] = tensor
-        every = torch.arange(self.rows)
-        for name in ("clock", "done", "spent", "scores", "before"):
-            setattr(self, name, groups[""][name])
-        self.candidates = Contribution(**groups["candidates"])
-        self.scenarios.put(every, Scenarios(**groups["scenarios"], kinds=self.family.kinds))
-        self.feed.reset(every, self.scenarios)
-        self.population.restore(every, groups["population"])
-        self.population.life.epoch = header["epoch"]
-        for name, tensor in self.governor.tensors().items():
-            tensor.copy_(groups["governor"][name])
-        self.rollbacks = [rebuilt(Rollback, record) for record in header["rollbacks"]]
-        self.measured = _measurement(groups["measured"]) if "measured" in groups else None
 
 
 def seeds_of(life: Lifecycle) -> Seeds:
@@ -307,7 +304,7 @@ def _replaced(now: Measurement, rows: Tensor, before: Measurement | None) -> Mea
     flat = {name: tensor.clone() for name, tensor in now.tensors().items()}
     old = None if before is None else before.tensors()
     for name, tensor in flat.items():
-        if name not in ("clock", "rolled_back", "done", "spent"):
+        if name not in _KEPT:
             empty = float("nan") if name == "train_loss" or name.startswith(("all_", "delivered")) else 0
             tensor[rows] = torch.full_like(tensor[rows], empty) if old is None else old[name][rows]
     return _measurement(flat)
@@ -319,5 +316,4 @@ def _measurement(flat: dict[str, Tensor]) -> Measurement:
 
     evidence = Evidence(*(group(Scores, name) for name in ("all_on", "all_off", "delivered")),
                         *(group(Contribution, name) for name in ("contribution", "preview")))
-    own = ("clock", "train_loss", "params", "spent", "rolled_back", "done")
-    return Measurement(**{name: flat[name] for name in own}, evidence=evidence)
+    return Measurement(**{name: value for name, value in flat.items() if "." not in name}, evidence=evidence)

@@ -1,6 +1,6 @@
 """Evidence: what every row scores, and what each of its seeds is worth, as paired differences on the same samples.
 
-Legend: N rows, S slots, E extra rows, B samples of a chunk. Scores are (loss, accuracy, probability of the right class).
+Legend: N rows, S slots, E extra rows, B samples of a chunk. Scores are the objective's (loss, score, smooth).
 """
 
 from collections.abc import Callable, Iterable
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper.kasmina import Population
+from esper.kasmina import Objective, Population
 from esper.leyline import Contribution, SeedStage
 
-LOSS, PROBABILITY = 0, 2
+LOSS, SMOOTH = 0, 2
 """Scores by their place."""
 
 
@@ -21,9 +21,10 @@ class Scores:
     """What N networks score on the validation slice, each [N] on the CPU."""
 
     loss: Tensor
-    accuracy: Tensor
-    probability: Tensor
-    """Mean probability of the right class: as accuracy, without its steps."""
+    score: Tensor
+    """In [0, 1]: accuracy, for classification."""
+    smooth: Tensor
+    """As the score, without its steps: the mean probability of the right class, for classification."""
 
 
 @dataclass
@@ -36,9 +37,9 @@ class Evidence:
     delivered: Scores
     """Host and fossils: what the episode would deliver now."""
     contribution: Contribution
-    """Of each blended seed, by leaving it out: gain in probability of the right class."""
+    """Of each blended seed, by leaving it out: gain in smooth score."""
     preview: Contribution
-    """Of each incubating seed, by running it at its target alpha: gain in probability of the right class."""
+    """Of each incubating seed, by running it at its target alpha: gain in smooth score."""
 
 
 @dataclass
@@ -93,14 +94,15 @@ def plan(population: Population) -> _Plan:
 def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) -> Evidence:
     """Measure every row and its counterfactuals on chunks (x [B, N, *inputs], y [B, N])."""
     todo = plan(population)
-    logits_of = population.probe(todo.env, todo.alpha) if len(todo.env) else population.forward
-    means, gains, errors = measure(logits_of, todo.env.to(population.device), population.rows, chunks, PROBABILITY)
+    outputs_of = population.probe(todo.env, todo.alpha) if len(todo.env) else population.forward
+    means, gains, errors = measure(population.objective, outputs_of, todo.env.to(population.device), population.rows,
+                                   chunks, SMOOTH)
 
     def scores(where: Tensor) -> Scores:
         return Scores(*means[:, where])
 
     def paired(where: Tensor, sign: int) -> Contribution:
-        """Gain in probability: of the live row over an extra one, or the other way round."""
+        """Gain in smooth score: of the live row over an extra one, or the other way round."""
         known = where >= 0
         extra = (where - population.rows).clamp(min=0)
         if not len(todo.env):
@@ -114,17 +116,13 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
                     paired(todo.without, 1), paired(todo.previewed, -1))
 
 
-def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int, chunks: Iterable[tuple[Tensor, Tensor]],
-            score: int) -> tuple[Tensor, Tensor, Tensor]:
+def measure(objective: Objective, outputs_of: Callable[[Tensor], Tensor], env: Tensor, rows: int,
+            chunks: Iterable[tuple[Tensor, Tensor]], score: int) -> tuple[Tensor, Tensor, Tensor]:
     """Means of the scores [3, N + E]; of one `score`, each live row less its extra row, paired by sample: means, errors [E]."""
     sums, count = torch.zeros(()), 0
     for x, y in chunks:
-        logits = logits_of(x).to(torch.float32)
-        label = torch.cat([y, y.index_select(1, env)], 1)
-        top, guess = logits.max(2)  # once for both: `argmax` and `logsumexp` are slow over few classes
-        loss = (logits - top[..., None]).exp_().sum(2).log_() + top - logits.gather(2, label[..., None]).squeeze(2)
-        right = (guess == label).to(torch.float32)
-        scores = torch.stack([loss, right, (-loss).exp()])  # [3, B, N + E]
+        outputs = outputs_of(x).to(torch.float32)
+        scores = objective.samples(outputs, torch.cat([y, y.index_select(1, env)], 1))  # [3, B, N + E]
         more = scores[score].index_select(1, env) - scores[score, :, rows:]
         each = torch.cat([t.sum(-2, dtype=torch.float64).flatten() for t in (scores, more, more.square())])
         sums = sums.to(each) + each
@@ -132,4 +130,4 @@ def measure(logits_of: Callable[[Tensor], Tensor], env: Tensor, rows: int, chunk
     every, extra = rows + len(env), len(env)
     means, mean, square = (sums.cpu() / count).split([3 * every, extra, extra])
     error = ((square - mean * mean).clamp(min=0) / max(count - 1, 1)).sqrt()
-    return means.view(3, every).float(), mean.float(), error.float()
+    return objective.settle(means.view(3, every).float()), mean.float(), error.float()

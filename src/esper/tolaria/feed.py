@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from esper.kasmina import find_objective
 from esper.leyline import EsperError
 from esper.leyline.keys import mix, uniform
 from esper.tolaria.scenarios import Family, Scenarios
@@ -25,7 +26,8 @@ class Feed:
 
     def __init__(self, family: Family, data: TaskData, rows: int, device: torch.device) -> None:
         self.family, self.device, self.rows = family, device, rows
-        self.inputs, self.classes = family.host.inputs, family.host.classes
+        self.inputs, self.outputs = family.host.inputs, family.host.classes
+        self.objective = find_objective(family.objective)
         self.x, self.y = self.hold(data.x, data.y, family.samples, "samples")
         self.validation_x, self.validation_y = self.hold(data.validation_x, data.validation_y, family.validation, "validation")
         self.batch = min(family.batch, len(self.x))
@@ -53,6 +55,7 @@ class Feed:
         if math.prod(x.shape[1:]) != math.prod(self.inputs):
             raise EsperError(f"family {self.family.name!r} has hosts for inputs {self.inputs}, but its samples are "
                              f"{tuple(x.shape[1:])}")
+        self.objective.check(y, self.outputs)
         return x.flatten(1).to(self.device), y.to(self.device)
 
     def reset(self, rows: Tensor, scenarios: Scenarios) -> None:
@@ -64,7 +67,7 @@ class Feed:
         count = scenarios.of_kind("samples").to(self.device)
         self.count[where] = torch.where(count > 0, count, n).clamp(max=n)
         wrong = uniform(mix(key, _LABEL), n) < scenarios.of_kind("label_noise").to(self.device)[:, None]
-        drawn = (uniform(mix(key, _LABEL, 1), n) * self.classes).long()
+        drawn = self.objective.wrong_labels(uniform(mix(key, _LABEL, 1), n), self.y, self.outputs)
         self.labels[where] = torch.where(wrong, drawn, self.y)
         self.noise[where] = scenarios.of_kind("noise").to(self.device, torch.float32)
         self.shift[where] = scenarios.of_kind("shift").to(self.device)

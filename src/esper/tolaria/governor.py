@@ -15,7 +15,7 @@ from esper.kasmina import Population
 
 @dataclass(frozen=True)
 class GovernorConfig:
-    """Limits in units of the task: chance is the loss of guessing, log(classes).
+    """Limits in units of the task: chance is the loss of a network that has learned nothing.
 
     A row's own history is that of its training loss, which hardly ever rises; validation loss rises in good health, too,
     when a network fits its samples closely.
@@ -41,7 +41,7 @@ class Governor:
 
     def __init__(self, population: Population, config: GovernorConfig) -> None:
         self.population, self.config = population, config
-        self.chance = math.log(population.host.classes)
+        self.chance = population.objective.chance(population.host.classes).loss
         rows = population.rows
         self.history = torch.full((rows, config.memory), math.nan)  # training losses of good epochs, the newest last
         self.high = torch.zeros(rows, dtype=torch.bool)  # the last epoch was above the best of them

@@ -3,7 +3,7 @@
 Legend: N rows, S slots, K blueprints, R candidates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +61,7 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     """(loss drop, its error) of candidates [R, 3]: row, slot, blueprint."""
     population, (row, slot, blueprint) = env.population, candidates.t()
     everything = ActionSpec.full(env.spec.slots, env.spec.blueprints)
-    scratch = Population(population.host, len(row), spec=everything, gates=population.life.gates, optim=population.optim,
-                         device=population.device, dtype=population.dtype, compute_dtype=population.compute_dtype)
+    scratch = Population(replace(population.config, spec=everything, incubation="shadow", compile=False), len(row))
     scratch.restore(torch.arange(len(row)), population.snapshot(row))
     full = torch.tensor([everything.action(LifecycleOp.GERMINATE)]).repeat(len(row), 1)
     full[:, Head.SLOT], full[:, Head.BLUEPRINT] = slot, blueprint
@@ -85,7 +84,7 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     chunks = ((a.index_select(1, where), b.index_select(1, where))
               for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
     probe = scratch.probe(every, alpha, prefix)
-    _, drops, errors = measure(probe, of.to(population.device), len(hosts), chunks, LOSS)
+    _, drops, errors = measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)
     return drops, errors
 
 

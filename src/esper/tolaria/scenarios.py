@@ -139,6 +139,10 @@ class Family:
         if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0 for kind in self.kinds):
             raise EsperError(f"family {self.name!r} has a kind with impossible noise, shift or samples")
 
+    @property
+    def objective(self) -> str:
+        return TASKS[self.task].objective
+
     def draw(self, keys: Tensor) -> Scenarios:
         """Scenarios that depend on their keys [N] alone."""
         u = uniform(mix(keys, 1), 5)

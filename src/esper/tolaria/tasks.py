@@ -23,6 +23,7 @@ from esper.leyline import EsperError
 from esper.leyline.keys import mix
 from esper.tolaria import files
 from esper.tolaria.files import DataFile, Samples
+from esper.tolaria.openings import log_opening
 
 TRAIN, TEST = "train", "test"
 """The two parts a source keeps apart; the first holds the training and the validation split."""
@@ -41,6 +42,8 @@ class Task:
     reference: str
     """What others reach, and who says so."""
     source: "Generated | Files"
+    objective: str = "classification"
+    """A name of `OBJECTIVES`."""
 
     def count(self, part: str) -> int:
         return self.sizes[2] if part == TEST else self.sizes[0] + self.sizes[1]
@@ -238,11 +241,12 @@ def load_task(name: str, whole: bool = False) -> TaskData:
 
 
 def open_test(name: str, key: ProofKey) -> tuple[Tensor, Tensor]:
-    """The test split, for the proof."""
+    """The test split, for the proof. The opening is logged."""
     task = find_task(name)
     if not isinstance(key, ProofKey):
         raise EsperError(f"the test split of {name} opens with a ProofKey, not a {type(key).__name__}; use the validation split")
     scale = _scale(task, task.source.read(task, TRAIN)[0])
+    log_opening(name, key.reason)
     x, y = task.source.read(task, TEST)
     return _standardised(x, scale), torch.from_numpy(y)
 

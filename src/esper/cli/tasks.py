@@ -1,39 +1,12 @@
 """`esper tasks` and `esper tasks add-data`: what there is to learn, and where its files are."""
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from esper.cli.options import TasksAddData, TasksList
 from esper.tolaria.tasks import TASKS, Task, add_data, where
-
-
-@dataclass(frozen=True)
-class TasksList:
-    """List the tasks: host, samples, published scores, and whether the data is here.
-
-    Example: esper tasks --json
-    """
-
-    json: bool = False
-    """Print one JSON object instead of the table."""
-
-
-@dataclass(frozen=True)
-class TasksAddData:
-    """Check a task's files and remember their folder.
-
-    Example: esper tasks add-data mnist ~/mnist
-    """
-
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """Task: mnist, fashion or cifar10."""
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
-    """Folder that holds the original files, gzipped or not."""
 
 
 def data_status(task: Task) -> str:
@@ -53,14 +26,12 @@ def tasks_table() -> Table:
     return table
 
 
-def run_list(config: TasksList, console: Console) -> None:
-    if config.json:
+def run(config: TasksList | TasksAddData, console: Console) -> None:
+    if isinstance(config, TasksAddData):
+        folder = add_data(config.name, config.path)
+        console.print(f"{config.name}: all files in {folder} are as expected; Esper reads them from there", markup=False)
+    elif config.json:
         print(json.dumps({task.name: {"host": task.host, "inputs": task.inputs, "sizes": task.sizes,
                                       "reference": task.reference, "data": where(task)} for task in TASKS.values()}))
     else:
         console.print(tasks_table())
-
-
-def run_add_data(config: TasksAddData, console: Console) -> None:
-    folder = add_data(config.name, config.path)
-    console.print(f"{config.name}: all files in {folder} are as expected; Esper reads them from there", markup=False)

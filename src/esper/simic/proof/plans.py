@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from esper.leyline import ActionSpec
-from esper.simic.gaps import NO_GROWTH, Outcomes, Rule, decide
-from esper.simic.sweep import DECIDE_AT, conditions, grid, observe_early, prices_of
-from esper.simic.trials import Trials, batches
+from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes, Rule, decide
+from esper.simic.proof.sweep import DECIDE_AT, conditions, grid, observe_early, prices_of
+from esper.simic.proof.evaluator import Evaluator
 from esper.tamiyo import Planned
-from esper.tolaria import Family, Scenarios
+from esper.tolaria import Family, Scenarios, batches, utility
 
 FIRST, SECOND, LAST = 8, 4, 8
 """Least inits of the three rungs of the search."""
@@ -63,25 +63,25 @@ class Search(NamedTuple):
 class Survey:
     """Plans played on every kind, horizon and some inits."""
 
-    def __init__(self, trials: Trials, rows: int, watch: Watch) -> None:
-        self.trials, self.rows, self.watch, self.episodes = trials, rows, watch, 0
-        self.spec = trials.environment(rows).spec
+    def __init__(self, evaluator: Evaluator, rows: int, watch: Watch) -> None:
+        self.evaluator, self.rows, self.watch, self.episodes = evaluator, rows, watch, 0
+        self.spec = evaluator.config.spec
 
     def scenarios(self, start: int, inits: int) -> tuple[Scenarios, Tensor]:
         """([K], init numbers [K])."""
-        family = self.trials.family
+        family = self.evaluator.family
         parts = [grid(family, inits, horizon, start) for horizon in sorted(set(family.horizons))]
         columns = {name: torch.cat([getattr(part, name) for part, _ in parts]) for name in parts[0][0].columns()}
         return Scenarios(**columns, kinds=family.kinds), torch.cat([number for _, number in parts])
 
     def play(self, plans: Sequence[Plan], scenarios: Scenarios) -> Tensor:
-        """[P, K, 3]: score, parameters, FLOPs."""
+        """[P, K, 3]: score, parameters, extra compute."""
         jobs = torch.cartesian_prod(torch.arange(len(plans)), torch.arange(len(scenarios)))
         results, total = torch.empty(len(jobs), 3), self.episodes + len(jobs)
         for part, padded in batches(scenarios.horizon[jobs[:, 1]], self.rows):
             number, scenario = jobs[padded].unbind(1)
-            done = self.trials.play(played([plans[p] for p in number.tolist()], self.spec), scenarios.take(scenario))
-            results[part] = torch.stack([done.score, done.params.float(), done.flops], 1)[: len(part)]
+            done = self.evaluator.play(played([plans[p] for p in number.tolist()], self.spec), scenarios.take(scenario))
+            results[part] = torch.stack([done.delivered.score, done.params.float(), done.spent], 1)[: len(part)]
             self.episodes += len(part)
             self.watch("plans", self.episodes, total)
         return results.view(len(plans), len(scenarios), 3)
@@ -89,12 +89,11 @@ class Survey:
 
 def _priced(family: Family, scenarios: Scenarios, runs: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(utility [prices * K, P], condition [prices * K], hidden kind [prices * K]) of runs [P, K, 3]."""
-    score, params, flops = runs.double().unbind(2)
     prices = prices_of(family)
-    utility = torch.cat([(score - a * params - b * (flops - 1)).T for a, b in prices])
+    worth = torch.cat([utility(*runs.double().unbind(2), *pair).T for pair in prices])
     told = [conditions(family, replace(scenarios, price=torch.full_like(scenarios.price, a),
                                        flop_price=torch.full_like(scenarios.flop_price, b))) for a, b in prices]
-    return utility.numpy(), torch.cat(told).numpy(), scenarios.kind.repeat(len(prices)).numpy()
+    return worth.numpy(), torch.cat(told).numpy(), scenarios.kind.repeat(len(prices)).numpy()
 
 
 def _means(utility: np.ndarray, condition: np.ndarray, kind: np.ndarray) -> np.ndarray:
@@ -130,9 +129,9 @@ def combined(means: np.ndarray, spec: ActionSpec) -> list[Plan]:
     return list(found)
 
 
-def search(trials: Trials, episodes: int, rows: int, preview_steps: int, watch: Watch) -> Search:
+def search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int, watch: Watch) -> Search:
     """At least so many episodes: singles everywhere, then what they suggest, then the best of those on more inits."""
-    family, survey = trials.family, Survey(trials, rows, watch)
+    family, survey = evaluator.family, Survey(evaluator, rows, watch)
     drawn, _ = survey.scenarios(0, FIRST)
     worth = _means(*_priced(family, drawn, survey.play(singles(survey.spec), drawn)))
     plans = combined(worth, survey.spec)
@@ -145,15 +144,15 @@ def search(trials: Trials, episodes: int, rows: int, preview_steps: int, watch: 
     runs = torch.cat([runs, survey.play(plans, more)], 1)
     everything = Scenarios(**{name: torch.cat([column, getattr(more, name)]) for name, column in drawn.columns().items()},
                            kinds=family.kinds)
-    early = observe_early(family, everything, preview_steps, **trials.options)
-    utility, told, kind = _priced(family, everything, runs)
+    early = observe_early(evaluator, everything, preview_steps)
+    gains, told, kind = _priced(family, everything, runs)
     count = len(prices_of(family))
     inits = torch.cat([init, numbers]).repeat(count).numpy()
     features = early.features.repeat(count, 1).double().numpy()
     late = [at for at, plan in enumerate(plans) if at == 0 or plan.start == DECIDE_AT]
 
     def outcomes(columns: list[int]) -> Outcomes:
-        some = utility[:, columns]
+        some = gains[:, columns]
         return Outcomes([plans[at].name for at in columns], some, some, told, kind, inits, features, early.names)
 
     best = decide(outcomes(list(range(len(plans)))))

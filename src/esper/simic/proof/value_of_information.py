@@ -74,7 +74,8 @@ class Level:
 
 class Split(NamedTuple):
     feature: int
-    cut: float
+    cut: float | None
+    """None parts the present from the missing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +83,13 @@ class Rule:
     """A tree of at most two splits in a row; each of its four leaves holds a choice per visible condition."""
 
     splits: tuple[Split | None, Split | None, Split | None]  # the first, that of its low side, that of its high side
-    choices: np.ndarray  # [4, V], leaves from low-low to high-high
+    choices: tuple[tuple[int, ...], ...]  # [4, V], leaves from low-low to high-high
 
     def decide(self, features: np.ndarray, visible: np.ndarray) -> np.ndarray:
-        return self.choices[_leaf(self.splits, features), visible]
+        return np.array(self.choices)[_leaf(self.splits, features), visible]
 
     def describe(self, feature_names: list[str]) -> str:
-        first, low, high = ("no split" if split is None else f"{feature_names[split.feature]} present" if split.cut == math.inf
+        first, low, high = ("no split" if split is None else f"{feature_names[split.feature]} present" if split.cut is None
                             else f"{feature_names[split.feature]} ≤ {split.cut:.4g}" for split in self.splits)  # fmt: skip
         return f"{first}; if so: {low}; else: {high}"
 
@@ -98,7 +99,7 @@ def _low(values: np.ndarray, cut: float | np.ndarray) -> np.ndarray:
 
 
 def _leaf(splits: tuple[Split | None, ...], features: np.ndarray) -> np.ndarray:
-    first, low, high = (~_low(features[:, at[0]], at[1]) if at else np.zeros(len(features), bool) for at in splits)
+    first, low, high = (~_low(features[:, at.feature], math.inf if at.cut is None else at.cut) if at else np.zeros(len(features), bool) for at in splits)
     return 2 * first + np.where(first, high, low)
 
 
@@ -281,7 +282,7 @@ def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, condit
     """
     min_leaf = max(10, 4 * conditions)
     columns, cuts, low = _candidates(features, min_leaf)
-    splits = [*map(Split, columns.tolist(), cuts.tolist()), None]
+    splits = [*(Split(c, None if math.isinf(cut) else cut) for c, cut in zip(columns.tolist(), cuts.tolist(), strict=True)), None]
     second = np.hstack([low, np.ones((len(low), 1))]).astype(np.float32)
     alone = _split_values(second[:, -1:], second, utility, visible, min_leaf)[0, 0]
     uneven = np.abs(low.mean(0) - 0.5)
@@ -294,7 +295,7 @@ def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, condit
     shapes = [(None, None, None), (splits[alone.argmax()], None, None), (splits[first[place]], splits[at_low], splits[at_high])]
     by_visible = _best(utility, visible, np.full(conditions, utility.sum(0).argmax()))
     tables = [_best(utility, _leaf(shape, features) * conditions + visible, np.tile(by_visible, 4)) for shape in shapes]
-    return [Rule(shape, table.reshape(4, conditions)) for shape, table in zip(shapes, tables, strict=True)]
+    return [Rule(shape, tuple(map(tuple, table.reshape(4, conditions).tolist()))) for shape, table in zip(shapes, tables, strict=True)]
 
 
 def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,18 +7,19 @@ same runs.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from esper.kasmina import blueprints_for
-from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
+from esper.leyline import ActionSpec, EsperError, LifecycleOp
 from esper.leyline.keys import mix, uniform
-from esper.simic.gaps import NO_GROWTH, Outcomes
+from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes
 from esper.tamiyo import Scripted, Wait, entry
-from esper.tolaria import Family, MorphogeneticEnv, Scenarios, play, preview_candidates
+from esper.tolaria import EnvConfig, Family, MorphogeneticEnv, Scenarios, play, preview_candidates, utility
 
 Script = list[tuple[int, ...]]
 DECIDE_AT = 2
@@ -80,7 +81,7 @@ class Sweep:
     names: list[str]
     scenarios: Scenarios  # [K]
     init: Tensor  # [K]
-    accuracy: Tensor  # [K, C, 2] of what was delivered, on both halves of the validation slice
+    score: Tensor  # [K, C, 2] of what was delivered, on both halves of the validation slice
     params: Tensor  # [K, C] of fossils
     spent: Tensor  # [K, C]
     features: Tensor  # [K, F]
@@ -91,12 +92,12 @@ class Sweep:
         """Every scenario at every pair of prices; the choices of these columns (None is all)."""
         prices = prices_of(self.family)
         at = torch.arange(len(self.names)) if columns is None else torch.tensor(columns)
-        cost = torch.stack([a * self.params + b * self.spent for a, b in prices])  # [P, K, C]
-        utility = (self.accuracy - cost[..., None])[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
+        worth = torch.stack([utility(self.score, self.params[..., None], self.spent[..., None], *pair) for pair in prices])
+        worth = worth[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
         scenarios = [replace(self.scenarios, price=torch.full_like(self.scenarios.price, a),
                              flop_price=torch.full_like(self.scenarios.flop_price, b)) for a, b in prices]
         condition = torch.cat([conditions(self.family, drawn) for drawn in scenarios])
-        return Outcomes([self.names[i] for i in at.tolist()], utility[..., 0], utility[..., 1], condition.numpy(),
+        return Outcomes([self.names[i] for i in at.tolist()], worth[..., 0], worth[..., 1], condition.numpy(),
                         self.scenarios.kind.repeat(len(prices)).numpy(), self.init.repeat(len(prices)).numpy(),
                         self.features.repeat(len(prices), 1).numpy().astype(np.float64), self.feature_names)
 
@@ -122,29 +123,30 @@ def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scen
     return Scenarios(drawn.key, kind, drawn.price, drawn.flop_price, every, lr, family.kinds), number
 
 
-def run_sweep(family: Family, scripts: dict[str, Script], inits: int, rows: int = 512, preview_steps: int = 30,
-              record: Path | None = None, watch: Callable[[int, int], object] = lambda done, total: None,
-              **options: Any) -> Sweep:
-    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `options` go to the environment.
+def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: int = 512, preview_steps: int = 30,
+              record: Path | None = None, watch: Callable[[int, int], object] = lambda done, total: None) -> Sweep:
+    """Play every script on `inits` inits of every kind and horizon, `rows` at a time.
 
     The first round is written to `record`.
     """
     if inits < 4:
         raise EsperError(f"a sweep of {inits} inits cannot be cross-fitted; use at least 4")
-    names, total = list(scripts), len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
+    family, names = config.family, list(scripts)
+    total = len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
     parts, done, rollbacks = [], 0, 0
     for horizon in sorted(set(family.horizons)):
         scenarios, number = grid(family, inits, horizon)
-        early = observe_early(family, scenarios, preview_steps, **options)
+        early = observe_early(Evaluator(config), scenarios, preview_steps)
         jobs = torch.cartesian_prod(torch.arange(len(scenarios)), torch.arange(len(names)))
-        env = MorphogeneticEnv(family, min(rows, len(jobs)), spec=full_spec(family), **options)
+        env = MorphogeneticEnv(replace(config, spec=full_spec(family)), min(rows, len(jobs)))
         results = []
         for part in jobs.split(env.rows):
             padded = torch.cat([part, part[:1].expand(env.rows - len(part), 2)])
-            trace = play(env, Scripted([scripts[names[c]] for c in padded[:, 1].tolist()]), scenarios.take(padded[:, 0]))
+            episodes = play(env, Scripted([scripts[names[c]] for c in padded[:, 1].tolist()]), scenarios.take(padded[:, 0]))
             if record is not None and not done:
-                trace.save(record)
-            results.append(delivered(env)[: len(part)])
+                episodes.save(record)
+            ends = [*halves(env), episodes.params.float(), episodes.spent]
+            results.append(torch.stack(ends, 1)[: len(part)])
             done += len(part)
             watch(done, total)
         rollbacks += len(env.rollbacks)
@@ -155,13 +157,10 @@ def run_sweep(family: Family, scripts: dict[str, Script], inits: int, rows: int 
                  values[..., 2], values[..., 3], torch.cat([p[3] for p in parts]), early.names, rollbacks)
 
 
-def delivered(env: MorphogeneticEnv) -> Tensor:
-    """[N, 4] of rows at their horizon: accuracy of host and fossils on either half of the validation slice, parameters
-    of the fossils, FLOPs spent."""
+def halves(env: MorphogeneticEnv) -> list[Tensor]:
+    """[N] each, of rows at their horizon: scores of host and fossils on either half of the validation slice."""
     half = len(env.feed.validation_x) // 2
-    accuracy = [env.evaluate(env.validation(*part)).delivered.accuracy for part in ((0, half), (half, 2 * half))]
-    fossils = env.population.costs()[0] * env.population.life.at(SeedStage.FOSSILIZED)
-    return torch.stack([*accuracy, fossils.sum(1).float(), env.spent.float()], 1)
+    return [env.evaluate(env.validation(*part)).delivered.score for part in ((0, half), (half, 2 * half))]
 
 
 class Early(NamedTuple):
@@ -170,16 +169,12 @@ class Early(NamedTuple):
     spent: Tensor  # [K] on previews, in trainings of the bare host
 
 
-def observe_early(family: Family, scenarios: Scenarios, preview_steps: int, **options: Any) -> Early:
+def observe_early(evaluator: Evaluator, scenarios: Scenarios, preview_steps: int) -> Early:
     """What is known when the first decision is due: curves of the first epochs, and candidate previews."""
-    env = MorphogeneticEnv(family, len(scenarios), **options)
-    env.reset(scenarios)
-    columns: dict[str, Tensor] = {}
-    for epoch in range(1, DECIDE_AT + 1):
-        measured = env.step(Wait()(env.view()))
-        now = {"train loss": measured.train_loss, "loss": measured.evidence.all_on.loss,
-               "accuracy": measured.evidence.all_on.accuracy}
-        columns |= {f"{name} {epoch}": value.clone() for name, value in now.items()}
+    env = evaluator.make(replace(evaluator.config, previews=None), len(scenarios))
+    measured = play(env, Wait(), scenarios, most=DECIDE_AT).measured
+    shown = {"train loss": "train_loss", "loss": "all_on.loss", "accuracy": "all_on.score"}
+    columns = {f"{name} {epoch}": measured[key][epoch - 1] for epoch in range(1, DECIDE_AT + 1) for name, key in shown.items()}
     columns["gap"] = columns[f"loss {DECIDE_AT}"] - columns[f"train loss {DECIDE_AT}"]
     columns["slope"] = columns[f"loss {DECIDE_AT}"] - columns["loss 1"]
     if preview_steps:

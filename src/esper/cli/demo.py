@@ -1,59 +1,39 @@
 """`esper demo`: a controller learns for a minute, then the one that ships with Esper meets the controls; a page shows both."""
 
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from esper.cli.options import Demo, Train
+from esper.cli.runs import DESCRIPTION, STORE, make_folder
+from esper.cli.train import run as train
 from esper.karn import write_report
+from esper.karn.growth import Frame, growth_svg
 from esper.karn.report import cost_of
 from esper.leyline import EsperError
+from esper.leyline.storage import atomic_write
 from esper.nissa import Store, read
-from esper.picture import Frame, growth_svg
-from esper.runs import DESCRIPTION, STORE, make_folder
-from esper.simic.controls import play_plans
-from esper.simic.court import Arms, interval
-from esper.simic.plans import Plan
-from esper.simic.proving import SHARED, SPARE, Court
-from esper.simic.training import CHECKPOINT, TWINS
-from esper.simic.trials import Trials
+from esper.simic.proof.baselines import play_plans
+from esper.simic.proof.claims import Arms, interval
+from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.plans import Plan
+from esper.simic.proof.proving import SHARED, SPARE, ProofResults
+from esper.simic.training import CHECKPOINT, PREVIOUS, TWINS
 from esper.tamiyo import Controller, Heuristic, Learned, Random, Wait
 from esper.tamiyo.minds import Member, read_mind
-from esper.tolaria import Family, MorphogeneticEnv, find_family
-from esper.train_cli import Train
-from esper.train_cli import run as train
+from esper.tolaria import Family, MorphogeneticEnv, find_family, play
 
 FAMILY, MIND, MINE = "mlp", "tamiyo-small", "trained just now"
 PICTURED = 24
 
 
-@dataclass(frozen=True)
-class Demo:
-    """Train a controller for a minute, then watch the shipped one at work.
-
-    Example: esper demo --seed 1
-    """
-
-    out: Path = Path("demo")
-    """Folder for report.html, growth.svg and the run."""
-    rounds: int = 20
-    """Rounds of 48 episodes that the live training takes."""
-    hosts: int = 64
-    """Held-out scenarios, one host each, that every arm is played on."""
-    seed: int = 0
-    """Of the training."""
-
-    def __post_init__(self) -> None:
-        if self.out.exists() and not self.out.is_dir():
-            raise EsperError(f"--out {self.out} is a file; name a folder")
-        if self.rounds < 3 or self.hosts < 2:
-            raise EsperError("--rounds must be at least 3, --hosts at least 2")
-
-
 def run(config: Demo, console: Console) -> None:
+    if config.rounds < 3 or config.hosts < 2:
+        raise EsperError("--rounds must be at least 3, --hosts at least 2")
     family, member = find_family(FAMILY), next(m for m in read_mind(MIND) if m.about["family"] == FAMILY)
+    make_folder(config.out)
     folder = _emptied(config.out)
     console.print(f"1 of 2: a controller learns to grow small networks ({config.rounds} rounds of 48 trainings each)")
     train(Train(folder, family=FAMILY, preset="quick", rounds=config.rounds, seed=config.seed), console)
@@ -86,8 +66,9 @@ def _emptied(out: Path) -> Path:
         raise EsperError(f"{folder} holds a run that no demo made; choose another --out")
     make_folder(folder)
     try:
-        mine = [folder / name for name in (DESCRIPTION, CHECKPOINT, TWINS)]
-        for old in (*mine, *folder.glob(f"{STORE}*"), *out.glob("demo.db*")):
+        mine = [folder / name for name in (DESCRIPTION, CHECKPOINT, PREVIOUS, TWINS)]
+        stores = [path.with_name(path.name + end) for path in (folder / STORE, out / "demo.db") for end in ("", "-wal", "-shm")]
+        for old in (*mine, *stores):
             old.unlink(missing_ok=True)
         mark.touch()
     except OSError as error:
@@ -95,16 +76,16 @@ def _emptied(out: Path) -> Path:
     return folder
 
 
-def _played(family: Family, folder: Path, member: Member, count: int) -> Court:
-    trials, drawn = Trials(family), family.scenarios(count, "validation", SPARE)
-    spec, plan = trials.environment(count).spec, Plan(tuple(member.about["plan"]["seeds"]), member.about["plan"]["start"])
+def _played(family: Family, folder: Path, member: Member, count: int) -> ProofResults:
+    evaluator, drawn = Evaluator(family), family.scenarios(count, "validation", SPARE)
+    spec, plan = evaluator.config.spec, Plan(tuple(member.about["plan"]["seeds"]), member.about["plan"]["start"])
     mine, episodes = Learned.load(folder / CHECKPOINT, spec, greedy=True), cost_of(folder / STORE)["episodes"]
     known = Learned(member.controller.bound_to(spec), greedy=True)
-    shared = {"no growth": (trials.play(Wait(), drawn), None), "random": (trials.play(Random(), drawn), None),
-              "heuristic": (trials.play(Heuristic(), drawn), None),
-              "best fixed": (play_plans(trials, [plan] * count, drawn), member.about["plan"]["episodes"])}
-    return Court(drawn, {SHARED: shared, MINE: {"learned": (trials.play(mine, drawn), episodes)},
-                         MIND: {"learned": (trials.play(known, drawn), member.about["episodes"])}})
+    shared = {"no growth": (evaluator.play(Wait(), drawn), None), "random": (evaluator.play(Random(), drawn), None),
+              "heuristic": (evaluator.play(Heuristic(), drawn), None),
+              "best fixed": (play_plans(evaluator, [plan] * count, drawn), member.about["plan"]["episodes"])}
+    return ProofResults(drawn, {SHARED: shared, MINE: {"learned": (evaluator.play(mine, drawn), episodes)},
+                         MIND: {"learned": (evaluator.play(known, drawn), member.about["episodes"])}})
 
 
 def _table(arms: dict[str, Arms]) -> Table:
@@ -127,12 +108,8 @@ def _draw(family: Family, controller: Controller, path: Path) -> None:
     drawn = family.scenarios(8 * PICTURED, "validation", SPARE)
     longest = (drawn.horizon == max(family.horizons)).nonzero().flatten()[:PICTURED]
     longest = longest[drawn.kind[longest].argsort(stable=True)]
-    env.reset(drawn.take(longest))
-    policy, frames = Learned(controller.bound_to(env.spec), greedy=True), []
-    while not bool(env.done.all()):
-        env.step(policy(env.view()))
-        life = env.population.life
-        frames.append(Frame(life.stage.clone(), life.blueprint.clone(), life.alpha.clone()))
+    episodes = play(env, Learned(controller.bound_to(env.spec), greedy=True), drawn.take(longest))
     names = [drawn.kinds[kind].name for kind in drawn.kind[longest].tolist()]
     title = f"{PICTURED} hosts grown by {MIND}, and what is wrong with them"
-    path.write_text(growth_svg(frames, env.spec.blueprints, title, names))
+    frames = zip(*(episodes.measured[name] for name in ("stage", "blueprint", "alpha")), strict=True)
+    atomic_write(path, growth_svg([Frame(*frame) for frame in frames], env.spec.blueprints, title, names))

@@ -1,0 +1,260 @@
+"""`esper prove`: do trained controllers beat every control on scenarios and samples that nothing was chosen with?"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from esper.cli.options import Prove
+from esper.cli.runs import STORE, load_controller, load_run, locked, make_folder, use_plugins
+from esper.karn import write_report
+from esper.karn.report import cost_of, rows_of
+from esper.kasmina import check_device
+from esper.leyline import ActionSpec, EsperError
+from esper.leyline.codec import to_dict
+from esper.leyline.provenance import provenance
+from esper.leyline.storage import read_json, write_json
+from esper.nissa import Store, verify
+from esper.simic.proof.baselines import Tuned, tune
+from esper.simic.proof.claims import CONTROLLERS, Claim
+from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.proving import POOLED, SHARED, Contestant, Proof, ProofConfig, prove
+from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle
+from esper.tamiyo.minds import Member, read_mind, shipped
+from esper.tolaria import EnvConfig, PreviewConfig, find_family
+
+PLAIN = ("wait", "random", "heuristic")
+"""Policies that can be put before the court by name, to see it refuse them."""
+EFFECTS = (1e-6, 1.0)
+"""Differences in score that can be asked for."""
+
+
+def _check(options: Prove) -> ProofConfig:
+    """Whatever is wrong with the options is found before anything is computed."""
+    if not options.minds:
+        raise EsperError("name at least one run with --minds")
+    if options.rows < 1 or options.episodes < 0 or options.jobs < 1:
+        raise EsperError("--rows must be at least 1, --episodes at least 0, --jobs at least 1")
+    if not EFFECTS[0] <= options.effect <= EFFECTS[1]:  # nor if it is no number
+        raise EsperError(f"--effect is {options.effect}; it must lie between {EFFECTS[0]:g} and {EFFECTS[1]:g}")
+    if os.path.lexists(options.out / f"{options.name}.json"):
+        raise EsperError(f"--out {options.out} already holds a {options.name}; choose another folder")
+    check_device(options.device)
+    return ProofConfig(options.scenarios, options.pilot, options.effect, options.rehearsal)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Who is put before the court; a policy that was not trained has no environment of its own."""
+
+    contestant: Contestant
+    env: EnvConfig | None = None
+    """That it was trained in."""
+    folder: Path | None = None
+    digest: str = ""
+    seed: str = ""
+    """What its training drew its randomness from."""
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    """Of its training, by column of the table `round`."""
+
+    @property
+    def name(self) -> str:
+        return self.contestant.name
+
+
+def load_candidates(name: str, device: str) -> list[Candidate]:
+    """Loaded and checked as far as it can be without playing; a shipped mind has one for every family."""
+    if name in PLAIN:
+        return [Candidate(Contestant(name, functools.partial(_plays, name), 0))]
+    if name in shipped():
+        return [_member(name, member, device) for member in read_mind(name)]
+    folder = Path(name)
+    found = load_run(folder)
+    if found is None:
+        raise EsperError(f"--minds {name} is neither the folder of a run nor one of {', '.join((*shipped(), *PLAIN))}")
+    (config, _), called = found, folder.resolve().name
+    if called in (POOLED, SHARED):
+        raise EsperError(f"--minds {name} cannot be called {called}, which stands for all of them; rename its folder")
+    if (folder / STORE).exists():
+        verify(folder / STORE)
+    known, cost = load_controller(folder, config, "cpu"), cost_of(folder / STORE)
+    if cost["round"] < config.rounds or not cost["episodes"]:
+        raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and of {cost['episodes'] or 0} "
+                         "episodes; put back the whole one")
+    contestant = Contestant(called, functools.partial(_decides, known.controller, device), cost["episodes"])
+    return [Candidate(contestant, config.env, folder, known.digest, f"{config.env.family.name} {config.seed}", cost)]
+
+
+def _member(mind: str, member: Member, device: str) -> Candidate:
+    """A controller of a shipped mind, in an environment like the one it was trained in."""
+    about, run = member.about, member.about["run"]["config"]
+    previews = PreviewConfig(run["preview_every"], run["preview_steps"]) if run["preview_every"] else None
+    env = EnvConfig(find_family(about["family"]), previews=previews)
+    contestant = Contestant(f"{mind} ({about['family']})", functools.partial(_decides, member.controller, device),
+                            about["episodes"])
+    return Candidate(contestant, env, None, about["agent sha256"], f"{about['family']} {run['seed']}")
+
+
+def _decides(controller: Controller, device: str, spec: ActionSpec) -> Learned:
+    return Learned(controller.on(device).bound_to(spec), greedy=True)
+
+
+def _plays(name: str, spec: ActionSpec) -> PolicyBundle:
+    return POLICIES[name]()
+
+
+def resolve_env(candidates: Sequence[Candidate], family: str, device: str) -> EnvConfig:
+    """What all of them were trained in; whoever cannot be judged beside the others is refused."""
+    names, seen = [c.name for c in candidates], dict[str, str]()
+    if len(set(names)) < len(names):
+        raise EsperError(f"--minds must have different names; these are {', '.join(names)}")
+    for one, what, key in ((one, what, key) for one in candidates
+                           for what, key in (("the same controller", one.digest), ("runs of one seed", one.seed)) if key):
+        if seen.setdefault(key, one.name) != one.name:
+            raise EsperError(f"--minds {seen[key]} and {one.name} are {what}, so they are not independent; "
+                             "train one with another --seed")
+    envs = {to_text(replace(c.env, device="cpu")): c.env for c in candidates if c.env is not None}
+    families = {env.family.name for env in envs.values()} | ({family} if family else set())
+    if len(families) != 1:
+        raise EsperError("--minds must be of one family; "
+                         f"found {', '.join(sorted(families)) or 'no family, so name one with --family'}")
+    if len(envs) > 1:
+        raise EsperError("--minds must have been trained in equal environments; their families, previews or action spaces differ")
+    base = next(iter(envs.values())) if envs else EnvConfig(find_family(family), previews=PreviewConfig())
+    return replace(base, device=device)
+
+
+def to_text(config: EnvConfig) -> str:
+    return json.dumps(to_dict(config), sort_keys=True)
+
+
+def run(options: Prove, console: Console) -> int:
+    config = _check(options)
+    use_plugins(options.plugin)
+    loaded = [each for name in options.minds for each in load_candidates(name, options.device)]
+    candidates = [c for c in loaded if c.folder or c.env is None or not options.family or c.env.family.name == options.family]
+    if len(candidates) < CONTROLLERS and not options.rehearsal:
+        raise EsperError(f"{len(candidates)} controllers are no finding, which needs {CONTROLLERS}; the test split stays closed. "
+                         "Add --rehearsal to compare on validation scenarios")
+    env = resolve_env(candidates, options.family, options.device)
+    for one in candidates:
+        one.contestant.make(env.spec)  # who cannot act there is refused before anything is tuned
+    make_folder(options.out)
+    path, say = options.out / f"{options.name}.db", _speaker(console)
+    with locked(options.out), contextlib.closing(_empty(path)) as store:
+        _declare(options, env, candidates)
+        tuned = _tuned(options, env, max(options.episodes, *(c.contestant.episodes for c in candidates), 1), say)
+        proof = prove(env, [c.contestant for c in candidates], tuned, config, store, say, options.jobs)
+    console.print(_table(proof))
+    facts = _facts(options, env.family.name, proof)
+    console.print(f"{facts['verdict']}: {facts['reason']}", markup=False)
+    page, figures = (options.out / f"{options.name}.{kind}" for kind in ("html", "json"))
+    write_report(path, {c.name: c.folder / STORE for c in candidates if c.folder}, facts, page)
+    result = facts | {"controllers": {c.name: _about(c) for c in candidates},
+                      "summary": rows_of(path, "summary"), "claims": [asdict(c) for c in proof.claims]}
+    write_json(figures, options.name, _finite(result))
+    console.print(f"the report: {page}; every figure: {figures}", markup=False)
+    return 0 if options.rehearsal or proof.verdict == "holds" else 1
+
+
+def _declare(options: Prove, env: EnvConfig, candidates: Sequence[Candidate]) -> None:
+    """What will be asked, written down before anything is played; it cannot be changed afterwards."""
+    if options.rehearsal:
+        return
+    path = options.out / "declaration.json"
+    asked = {"family": to_dict(env.family), "effect": options.effect, "scenarios": options.scenarios, "pilot": options.pilot,
+             "controllers": {c.name: c.digest for c in candidates}}
+    if path.exists():
+        said = read_json(path, "declaration")
+        if different := [name for name, value in asked.items() if said.get(name) != value]:
+            raise EsperError(f"{path} declared another {', '.join(different)}; keep to it, or choose another --out")
+        return
+    write_json(path, "declaration", asked | {"declared with": provenance(options.device, options.commit)})
+
+
+def _empty(path: Path) -> Store:
+    """A new store, opened before anything is played: a folder that cannot be written is found out now."""
+    try:
+        for end in ("", "-wal", "-shm"):  # of a proof that did not end
+            path.with_name(path.name + end).unlink(missing_ok=True)
+    except OSError as error:
+        raise EsperError(f"cannot remove what an earlier proof left: {error}; choose another --out") from error
+    return Store(path)
+
+
+def _about(one: Candidate) -> dict[str, Any]:
+    """Where a controller comes from, and what it cost; previews and examinations are not counted in host-epochs."""
+    names = {"round": "rounds", "episodes": "episodes", "host_epochs": "host_epochs", "seconds": "seconds"}
+    return {"run": one.folder and str(one.folder), "sha256": one.digest or None,
+            **{said: one.cost.get(name, 0) for name, said in names.items()}}
+
+
+def _finite(value: Any) -> Any:
+    """What was not measured is null: JSON has no other word for it."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _speaker(console: Console) -> Callable[[str], object]:
+    """What is being played: one line that changes; off a terminal a line a minute."""
+    last = [-math.inf]
+
+    def line(what: str) -> None:
+        if time.monotonic() - last[0] >= 60:
+            last[0] = time.monotonic()
+            console.print(what, markup=False)
+
+    return line if not console.is_terminal else lambda what: console.print(f"[dim]{escape(f'{what[:70]:<70}')}[/dim]", end="\r")
+
+
+def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], object]) -> Tuned:
+    """Controls that were tuned in this folder before, as far as they had enough episodes; the rest is tuned now."""
+    path = options.out / "controls.json"
+    known = Tuned.load(path) if path.exists() else None
+    return tune(Evaluator(replace(env, previews=None)), episodes, options.rows, jobs=options.jobs, known=known,
+                watch=lambda what, done, total: say(f"tuning {what}: {done:,} of {total:,} episodes"),
+                keep=lambda tuned: tuned.save(path))
+
+
+def _facts(options: Prove, family: str, proof: Proof) -> dict[str, Any]:
+    verdict = {"verdict": "rehearsal", "reason": f"it proves nothing; before the court: {proof.verdict}, {proof.reason}"}
+    if not options.rehearsal:
+        verdict = {"verdict": proof.verdict, "reason": proof.reason}
+    return {"family": family, **verdict, "scenarios": options.scenarios, "pilot": options.pilot, "effect": options.effect,
+            "openings of the test split": proof.openings, **provenance(options.device, options.commit)}
+
+
+def _table(proof: Proof) -> Table:
+    """One line per control: each controller if there are two at most, else all together and the one that is least above it."""
+    table = Table("control", title="Points above each control, with 95 % intervals", title_justify="left")
+    names = list(dict.fromkeys(claim.controller for claim in proof.claims if claim.controller != POOLED))
+    for name in (*(names if len(names) <= 2 else ("pooled", "least controller")), "verdict"):
+        table.add_column(escape(name), justify="right", no_wrap=True)
+    for control, asked in dict.fromkeys((claim.control, claim.asked) for claim in proof.claims):
+        mine = [claim for claim in proof.claims if (claim.control, claim.asked) == (control, asked)]
+        together, each = mine[-1], mine[:-1]
+        least = min(each, key=lambda claim: math.inf if math.isnan(claim.difference) else claim.difference)
+        counts = [sum(claim.verdict == verdict for claim in each) for verdict in ("holds", "fails", "refused")]
+        verdict = ", ".join(f"{n} {what}" for n, what in zip(counts, ("hold", "fail", "refused"), strict=True) if n) or "reported"
+        table.add_row({"half": "half way to the oracle", "matches": f"{control} (matched)"}.get(asked, control),
+                      *map(_points, each if len(names) <= 2 else (together, least)), verdict)
+    return table
+
+
+def _points(claim: Claim) -> str:
+    if math.isnan(claim.difference):
+        return "-"
+    return f"{100 * claim.difference:+.1f} ({100 * claim.low:+.1f} to {100 * claim.high:+.1f})"

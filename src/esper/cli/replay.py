@@ -1,0 +1,29 @@
+"""`esper replay`: run recorded episodes again and compare them bit by bit."""
+
+from rich.console import Console
+
+from esper.cli.options import Replay
+from esper.cli.runs import use_plugins
+from esper.leyline import EsperError
+from esper.leyline.provenance import provenance
+from esper.tolaria import Episodes, replay
+
+
+def run(config: Replay, console: Console) -> None:
+    use_plugins(config.plugin)
+    episodes, header = Episodes.load(config.trace)
+    epochs, rows = episodes.actions.shape[:2]
+    if config.row is not None and not 0 <= config.row < rows:
+        raise EsperError(f"--row {config.row} is outside 0..{rows - 1}")
+    here = provenance()
+    other = [f"{name} {header.get(name)} then, {here[name]} now" for name in ("threads", "torch", "deterministic")
+             if header.get(name) != here[name]]
+    if other:
+        console.print(f"Bits are only promised for the same build, threads and mode: {'; '.join(other)}", markup=False)
+    with console.status(f"{epochs} epochs of {rows} rows"):
+        places = replay(episodes)
+    different = [place for place in places if config.row is None or place.endswith((f", row {config.row}", "every row"))]
+    if different:
+        raise EsperError(f"{len(different)} of the measurements differ, first {different[0]}")
+    what = f"row {config.row}" if config.row is not None else f"all {rows} rows"
+    console.print(f"{what}, {epochs} epochs: {len(episodes.measured)} measurements, bit for bit the same", markup=False)

@@ -1,0 +1,98 @@
+"""The folder of a run: what its description says, the controller that lies in it, and the lock of who works in it."""
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from esper.leyline import EsperError
+from esper.leyline.codec import from_dict, to_dict
+from esper.leyline.provenance import provenance
+from esper.leyline.storage import decoding, read_bytes, read_json, read_state, write_json
+from esper.simic.training import CHECKPOINT, TrainConfig
+from esper.tamiyo import Controller
+
+DESCRIPTION, STORE, LOCK = "run.json", "run.db", ".lock"
+
+
+def make_folder(folder: Path) -> None:
+    """Where results may be written, or one sentence, before anything is computed."""
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise EsperError(f"--out {folder} is a file; name a folder")
+    try:
+        str(folder).encode()
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, UnicodeEncodeError) as error:
+        raise EsperError(f"cannot make --out {str(folder)!r}: {error}; choose another folder") from error
+    if not writable:
+        raise EsperError(f"--out {folder} may not be written; choose another folder")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a folder; the system lets go of the lock however that process ends."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise EsperError(f"cannot lock {folder}: {error.strerror}; choose another folder") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise EsperError(f"another esper process works in {folder}; wait for it, or choose another folder") from error
+    finally:
+        os.close(handle)
+
+
+def use_plugins(paths: Sequence[Path]) -> None:
+    """Run these Python files: they register families and blueprints. What fails in them is the user's to read."""
+    for path in paths:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise EsperError(f"--plugin {path} is not a Python file")
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def write_description(folder: Path, config: TrainConfig, about: dict[str, Any] | None = None) -> None:
+    stamp = about or {"made with": provenance(config.env.device), "declared": []}
+    write_json(folder / DESCRIPTION, "run", {"config": to_dict(config), **stamp})
+
+
+def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
+    """What the description in a folder says: its config, and everything else in it. None if there is none."""
+    path = folder / DESCRIPTION
+    if not os.path.lexists(path):
+        return None
+    body = read_json(path, "run")
+    with decoding(path, "run"):
+        config = from_dict(TrainConfig, body["config"], str(path))
+        return config, {name: body[name] for name in ("made with", "declared")}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The controller of a run that is over."""
+
+    controller: Controller
+    digest: str
+    """SHA-256 of its file."""
+
+
+def load_controller(folder: Path, config: TrainConfig, device: str) -> Trained:
+    path, again = folder / CHECKPOINT, f"go on with: esper train --out {folder} --resume"
+    if not path.exists():
+        raise EsperError(f"the run in {folder} has no controller; {again}")
+    header, tensors = read_state(path, "agent")
+    done = header.get("updates")
+    if header.get("run") != config.identity:
+        raise EsperError(f"{path} belongs to another run than the {DESCRIPTION} beside it; put back its own")
+    if not isinstance(done, int) or done < config.rounds:
+        raise EsperError(f"the run in {folder} is not over: {done} of {config.rounds} rounds are done; {again}")
+    digest = hashlib.sha256(read_bytes(path, "agent")).hexdigest()
+    return Trained(Controller.decode(header, tensors, device, str(path)), digest)

@@ -1,0 +1,99 @@
+"""`esper sweep`: is there anything to decide in a family, and how much of it can be known?"""
+
+import math
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from esper.cli.options import Sweep as Options
+from esper.cli.runs import make_folder, use_plugins
+from esper.leyline import EsperError
+from esper.leyline.provenance import provenance
+from esper.leyline.storage import write_json, write_state
+from esper.simic.proof import value_of_information as voi
+from esper.simic.proof.sweep import Sweep, choices, head_choices, run_sweep
+from esper.tolaria import EnvConfig, find_family
+
+
+def _check(config: Options) -> EnvConfig:
+    """Whatever is wrong is found before anything is played."""
+    use_plugins(config.plugin)
+    if config.inits < 4 or config.rows < 1 or config.previews < 0:
+        raise EsperError("--inits must be at least 4, --rows at least 1, --previews at least 0")
+    if config.out is not None:
+        make_folder(config.out)
+    if config.record is not None and not config.record.parent.is_dir():
+        raise EsperError(f"--record {config.record} lies in a folder that does not exist")
+    return EnvConfig(find_family(config.family), device=config.device)
+
+
+def run(config: Options, console: Console) -> None:
+    env, started = _check(config), time.perf_counter()
+    table = choices(env.family)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("episodes", total=None)
+        sweep = run_sweep(env, table, config.inits, config.rows, config.previews, config.record,
+                          watch=lambda done, total: progress.update(bar, completed=done, total=total))
+        effects = _heads(config, env, sweep, lambda done, total: progress.update(bar, completed=done, total=total))
+    outcomes = sweep.outcomes()
+    levels = voi.knowledge(outcomes)
+    episodes = len(sweep.init) * len(table)
+    console.print(voi.render(levels, f"{config.family}: {len(sweep.init)} scenarios, {len(table)} choices, in points"))
+    console.print(_kinds(sweep))
+    console.print(f"rule: {voi.decide(outcomes).rule.describe(sweep.feature_names)}", markup=False)
+    for head, effect in effects.items():
+        console.print(f"head {head}: {100 * effect.gain.value:+.1f} ± {100 * effect.gain.standard_error:.1f} points")
+    seconds = time.perf_counter() - started
+    console.print(f"{episodes} episodes in {seconds:.0f} s, {sweep.rollbacks} rollbacks")
+    if config.out is not None:
+        _write(config, sweep, levels, effects, seconds)
+        console.print(f"Written: {config.out}/sweep-{env.family.name}.json", markup=False)
+
+
+def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any) -> dict[str, voi.HeadEffect]:
+    """For the seed that helps most on average: what every other head of it is worth, per kind and horizon."""
+    if not config.heads:
+        return {}
+    singles = [i for i, name in enumerate(sweep.names) if name[-2] == "@" and ", then " not in name]
+    best = sweep.names[max(singles, key=lambda i: float(sweep.score[:, i].mean()))]
+    blueprint, slot = best.split(" @")
+    effects = {}
+    for head, scripts in head_choices(sweep.family, int(slot), blueprint).items():
+        runs = run_sweep(env, scripts, config.inits, config.rows, 0, watch=watch)
+        group = runs.scenarios.kind * 100 + runs.scenarios.horizon
+        effects[head] = voi.head_effects(runs.score.mean(2).double().numpy(), runs.init.numpy(), group.numpy())
+    return effects
+
+
+def _kinds(sweep: Sweep) -> Table:
+    table = Table("hidden type", "no growth", "best choice", "its score", title="Scores before prices, by hidden type",
+                  title_justify="left")
+    score = sweep.score.mean(2)
+    for number, kind in enumerate(sweep.family.kinds):
+        mean = score[sweep.scenarios.kind == number].mean(0)
+        best = int(mean.argmax())
+        table.add_row(kind.name, f"{100 * float(mean[0]):.1f}", sweep.names[best], f"{100 * float(mean[best]):.1f}")
+    return table
+
+
+def _write(config: Options, sweep: Sweep, levels: list[voi.Level], effects: dict[str, voi.HeadEffect],
+           seconds: float) -> None:
+    assert config.out is not None
+    gap, part = voi.gap(levels, voi.VISIBLE, voi.HIDDEN), voi.share(levels)
+    summary = {
+        "family": config.family, "inits": config.inits, "scenarios": len(sweep.init), "choices": sweep.names,
+        "levels": {v.name: {"utility": v.mean, "error": v.standard_error, "gain": v.gain, "gain_error": v.gain_error,
+                            "choices": {str(k): c for k, c in v.choices_taken.items()}} for v in levels},
+        "oracle_gap": gap._asdict(), "rule_share": None if math.isnan(part.value) else part._asdict(),
+        "rollbacks": sweep.rollbacks,
+        "rule": voi.decide(sweep.outcomes()).rule.describe(sweep.feature_names),
+        "heads": {name: {**effect.gain._asdict(), "spread": effect.spread} for name, effect in effects.items()},
+        "seconds": seconds, **provenance(config.device, config.commit),
+    }
+    write_json(config.out / f"sweep-{config.family}.json", "sweep", summary)
+    arrays = {"score": sweep.score, "params": sweep.params, "spent": sweep.spent, "features": sweep.features,
+              "init": sweep.init, **{f"scenarios.{name}": t for name, t in sweep.scenarios.columns().items()}}
+    write_state(config.out / f"sweep-{config.family}.safetensors", "sweep", summary, arrays)

@@ -1,0 +1,204 @@
+"""`esper train`: a controller learns; everything about the run lies in one folder."""
+
+import os
+import shlex
+import signal
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+
+from esper.cli.options import Train
+from esper.cli.runs import DESCRIPTION, STORE, load_run, locked, make_folder, use_plugins, write_description
+from esper.karn import panel, summary
+from esper.leyline import EsperError
+from esper.leyline.codec import from_dict, override, to_dict
+from esper.nissa import Store, verify
+from esper.simic.training import CHECKPOINT, TrainConfig, Training
+from esper.tamiyo import Heuristic, Learned
+from esper.tolaria import Family, find_family
+
+_SOLVER = {"entropy": [0.1, 0.002], "explore": [0.05, 0.0]}
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32, "env": {"previews": False},
+              "ppo": _SOLVER},
+    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128, "env": {"previews": False},
+            "ppo": _SOLVER},
+    "gpu": {"rounds": 32, "rows": 192, "scenarios": 1152, "exam_every": 16, "exam_rows": 128,
+            "env": {"previews": {"every": 20, "steps": 20}, "device": "cuda"}, "ppo": {**_SOLVER, "minibatches": 8}},
+}
+"""name -> what differs from the defaults of `TrainConfig`."""
+
+
+def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainConfig:
+    """Defaults and a preset, or what a run has stored and a preset if one is named; then the file, then the command line."""
+    preset = options.preset or ("quick" if stored is None else "")
+    if preset and preset not in PRESETS:
+        raise EsperError(f"no --preset {preset!r}; choose from {', '.join(PRESETS)}")
+    changes: list[tuple[str, dict[str, Any]]] = [("preset", PRESETS.get(preset, {}))]
+    if options.family:
+        changes.append(("command line", {"env": {"family": to_dict(find_family(options.family)), "spec": False}}))
+    if options.config is not None:
+        changes.append((str(options.config), _toml(options.config)))
+    given: dict[str, Any] = {name: getattr(options, name) for name in ("rounds", "rows", "seed")
+                             if getattr(options, name) is not None}
+    changes.append(("command line", given | ({"env": {"device": options.device}} if options.device else {})))
+    return override(stored or TrainConfig(), _joined(changes), "the config")
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    """Its keys; an action spec that it does not give follows from its family."""
+    try:
+        keys = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:  # bytes that are no text, text that is no TOML
+        raise EsperError(f"cannot read --config {path}: {error}") from error
+    env = keys.get("env")
+    if isinstance(env, dict) and "family" in env:
+        named = isinstance(env["family"], str)
+        family = find_family(env["family"]) if named else from_dict(Family, env["family"], f"{path}: env.family", complete=False)
+        env["family"] = to_dict(family)
+        env.setdefault("spec", False)
+    return keys
+
+
+def _joined(changes: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Later ones over earlier ones, key by key."""
+    def merge(base: Any, more: Any) -> Any:
+        if not (isinstance(base, dict) and isinstance(more, dict)):
+            return more
+        return base | {name: merge(base.get(name), value) for name, value in more.items()}
+
+    joined: dict[str, Any] = {}
+    for _, keys in changes:
+        joined = merge(joined, keys)
+    return joined
+
+
+def run(options: Train, console: Console) -> None:
+    use_plugins(options.plugin)
+    folder, again = options.out, f"esper train --out {shlex.quote(str(options.out))} --resume"
+    if options.more < 0 or (options.more and not options.resume):
+        raise EsperError("--more is a number of rounds for a run to --resume")
+    with ExitStack() as stack:
+        if options.resume:
+            training = _resumed(options, console, stack)
+        else:
+            training = _created(options, stack)
+        config = training.config
+        store = stack.enter_context(_opened(folder / STORE))
+        training.sink = store
+        asked = stack.enter_context(_interruptible(console))
+        live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        if live is not None:
+            stack.enter_context(live)
+        training.run(lambda: bool(asked), lambda done: _show(folder, config.rounds, console, live))
+        if training.agent.updates < config.rounds:
+            console.print(f"stopped after round {training.agent.updates}; go on with: {again}", markup=False)
+            return
+        _conclude(training, console)
+    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}", markup=False)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Store]:
+    store = Store(path)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def _interruptible(console: Console) -> Iterator[list[int]]:
+    """The first Ctrl-C asks to stop after the round, the second stops at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        console.print("stopping after this round; Ctrl-C again stops at once and loses the round", markup=False)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> None:
+    state = summary(folder / STORE, rounds)
+    assert state is not None
+    if live is None:
+        console.print(state.line(), markup=False)
+    else:
+        live.update(panel(state), refresh=True)
+
+
+def _created(options: Train, stack: ExitStack) -> Training:
+    """A new run; its folder is described only when everything is there that it needs."""
+    folder, config = options.out, resolve_config(options)
+    if os.path.lexists(folder / DESCRIPTION):
+        raise EsperError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another folder")
+    make_folder(folder)
+    stack.enter_context(locked(folder))
+    training = Training(config, folder)
+    write_description(folder, config)
+    return training
+
+
+def _resumed(options: Train, console: Console, stack: ExitStack) -> Training:
+    """The run of a folder as it was begun; options that say otherwise are refused."""
+    folder, found = options.out, load_run(options.out)
+    if found is None:
+        raise EsperError(f"--out {folder} holds no run to resume")
+    config, about = found
+    if different := _differences(to_dict(config), to_dict(resolve_config(options, config))):
+        raise EsperError(f"the run in {folder} has another {', '.join(different)}; resume it with its own options, or with none")
+    stack.enter_context(locked(folder))
+    _as_before(about["made with"], console)
+    longer = replace(config, rounds=config.rounds + options.more)
+    training = Training(longer, folder)
+    if training.agent.updates:
+        if not (folder / STORE).exists():
+            raise EsperError(f"{folder / STORE} is missing, which holds {training.agent.updates} rounds; put it back")
+        verify(folder / STORE)
+    if options.more:
+        write_description(folder, longer, {**about, "declared": [*about["declared"], config.rounds]})
+    return training
+
+
+def _differences(stored: Any, asked: Any, where: str = "") -> list[str]:
+    """Keys that differ, as a file of settings names them."""
+    if isinstance(stored, dict) and isinstance(asked, dict):
+        names = dict.fromkeys([*stored, *asked])
+        return [each for name in names for each in _differences(stored.get(name), asked.get(name), f"{where}.{name}".strip("."))]
+    return [] if stored == asked else [where]
+
+
+def _as_before(made_with: dict[str, Any], console: Console) -> None:
+    """Bits depend on threads and build: threads are set as they were, and another build is told."""
+    if made_with["threads"] != torch.get_num_threads():
+        torch.set_num_threads(int(made_with["threads"]))
+        console.print(f"using {made_with['threads']} threads, as the run was begun with", markup=False)
+    if made_with["torch"] != torch.__version__:
+        console.print(f"the run was begun with torch {made_with['torch']}, this is {torch.__version__}: it goes on, but not bit "
+                      "for bit", markup=False)
+
+
+def _conclude(training: Training, console: Console) -> None:
+    """The last examination beside the heuristic's and no growth's."""
+    rounds = training.config.rounds
+    learned = training.examine("learned", Learned(training.agent.controller, greedy=True), rounds)
+    heuristic = training.examine("heuristic", Heuristic(), rounds)
+    training.sink.commit()
+    for name, gain in (("learned", learned), ("heuristic", heuristic)):
+        error = 196 * float(gain.std()) / len(gain) ** 0.5
+        console.print(f"{name:>9}: {100 * float(gain.mean()):+.2f} ± {error:.2f} points above no growth on "
+                      f"{len(gain)} validation scenarios")

@@ -1,0 +1,116 @@
+"""Objectives: what a network is trained for and scored by. Everything that depends on the kind of label is a row of this table.
+
+Legend: R rows, B samples, O outputs. Scores are (loss, score, smooth): the score is in [0, 1] and what users ask for, `smooth` is
+the same without its steps. All three are means over samples, so that two networks can be compared sample by sample.
+"""
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from esper.leyline import EsperError
+
+
+class Chance(NamedTuple):
+    """What a network scores that has learned nothing but the labels' distribution."""
+
+    loss: float
+    score: float
+    smooth: float
+
+
+class Objective(Protocol):
+    """How outputs meet labels. Nothing else knows which kind of objective it is."""
+
+    label_dtype: torch.dtype
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """[R]: mean training loss of outputs [R, B, O] on labels [B, R]."""
+
+    def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """[3, B, R]: loss, score and smooth score of every sample, of float32 outputs [B, R, O] on labels [B, R]."""
+
+    def settle(self, means: Tensor) -> Tensor:
+        """Means over samples [3, R] as scores: the last two are brought into [0, 1]."""
+
+    def chance(self, outputs: int) -> Chance: ...
+
+    def wrong_labels(self, u: Tensor, labels: Tensor, outputs: int) -> Tensor:
+        """Labels that say nothing, by uniform numbers u [R, n]; `labels` [n] are the true ones."""
+
+    def check(self, labels: Tensor, outputs: int) -> None:
+        """Labels as they must be, or one sentence."""
+
+
+class Classification:
+    """Cross-entropy; the score is accuracy, the smooth one the probability of the right class."""
+
+    label_dtype = torch.int64
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        chosen = wide.gather(2, labels.t().unsqueeze(2)).squeeze(2)
+        return (wide.logsumexp(2) - chosen).mean(1)
+
+    def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        top, guess = outputs.max(2)  # once for both: `argmax` and `logsumexp` are slow over few classes
+        loss = (outputs - top[..., None]).exp_().sum(2).log_() + top - outputs.gather(2, labels[..., None]).squeeze(2)
+        right = (guess == labels).to(torch.float32)
+        return torch.stack([loss, right, (-loss).exp()])
+
+    def settle(self, means: Tensor) -> Tensor:
+        return means
+
+    def chance(self, outputs: int) -> Chance:
+        return Chance(math.log(outputs), 1 / outputs, 1 / outputs)
+
+    def wrong_labels(self, u: Tensor, labels: Tensor, outputs: int) -> Tensor:
+        return (u * outputs).long()
+
+    def check(self, labels: Tensor, outputs: int) -> None:
+        if labels.dtype != torch.int64:
+            raise EsperError(f"labels are {labels.dtype}; classification needs whole class numbers, torch.int64")
+        if len(labels) and not (0 <= int(labels.min()) and int(labels.max()) < outputs):
+            raise EsperError(f"labels go from {int(labels.min())} to {int(labels.max())}; {outputs} classes are 0 to {outputs - 1}")
+
+
+class Regression:
+    """Mean squared error of one number, standardised over the training split; both scores are the share of variance explained."""
+
+    label_dtype = torch.float32
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        return (wide.squeeze(2) - labels.t()).square().mean(1)
+
+    def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = (outputs.squeeze(2) - labels).square()
+        explained = 1 - loss  # standardised labels have variance 1
+        return torch.stack([loss, explained, explained])
+
+    def settle(self, means: Tensor) -> Tensor:
+        return torch.cat([means[:1], means[1:].clamp(0, 1)])
+
+    def chance(self, outputs: int) -> Chance:
+        return Chance(1.0, 0.0, 0.0)
+
+    def wrong_labels(self, u: Tensor, labels: Tensor, outputs: int) -> Tensor:
+        return labels[(u * len(labels)).long()]
+
+    def check(self, labels: Tensor, outputs: int) -> None:
+        if not labels.is_floating_point() or not bool(labels.isfinite().all()):
+            raise EsperError("regression labels must be finite floating-point numbers")
+        if outputs != 1:
+            raise EsperError(f"a host with {outputs} outputs cannot regress one number; give it 1")
+
+
+OBJECTIVES: dict[str, Objective] = {"classification": Classification(), "regression": Regression()}
+"""By name, as tasks say it."""
+
+
+def find_objective(name: str) -> Objective:
+    if name not in OBJECTIVES:
+        raise EsperError(f"no objective {name!r}; choose from {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]

@@ -1,0 +1,137 @@
+"""Configs as plain data and back: one codec for headers, descriptions, traces and files of settings.
+
+A config is a frozen dataclass (or a NamedTuple) of plain fields. Its plain form is what JSON and TOML can say: tables of fields,
+lists, and names of enum members. Reading follows the type hints: a missing key, an unknown one or a value of another type is one
+sentence that names the place.
+"""
+
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from esper.leyline.errors import EsperError
+
+T = TypeVar("T")
+LARGEST = 2**63 - 1
+"""Whole numbers must fit into an int64."""
+
+
+def to_dict(value: Any) -> Any:
+    """The plain form of a config."""
+    if isinstance(value, IntEnum):
+        return value.name
+    if is_dataclass(value) or hasattr(value, "_asdict"):
+        return {name: to_dict(getattr(value, name)) for name in _fields(type(value))}
+    if isinstance(value, Mapping):
+        return {key.name if isinstance(key, IntEnum) else key: to_dict(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_dict(each) for each in value]
+    return value
+
+
+def from_dict(kind: type[T], data: Any, where: str, complete: bool = True) -> T:
+    """A config from its plain form. With `complete`, fields that have defaults must be there as well."""
+    made: T = _decode(kind, data, where, complete)
+    return made
+
+
+def override(config: T, keys: Any, where: str) -> T:
+    """A config with some keys changed, tables of keys inside it too; false takes an optional part away."""
+    return from_dict(type(config), _merged(to_dict(config), keys, where), where, complete=False)
+
+
+def _merged(base: Any, keys: Any, where: str) -> Any:
+    if not isinstance(base, dict):
+        return keys
+    if not isinstance(keys, dict):
+        return None if keys is False else keys
+    return base | {name: _merged(base.get(name), value, where) for name, value in keys.items()}
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, bool]:
+    """name -> must it be given? Of everything that the constructor takes."""
+    if not is_dataclass(kind):
+        defaults = getattr(kind, "_field_defaults", {})
+        return {name: name not in defaults for name in kind._fields}  # type: ignore[attr-defined]
+    return {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind) if f.init}
+
+
+def _decode(kind: Any, data: Any, where: str, complete: bool) -> Any:
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _optional(kind, data, where, complete)
+    if origin is tuple:
+        return _tuple(typing.get_args(kind), data, where, complete)
+    if origin in (list, Mapping, dict):
+        return _collection(origin, typing.get_args(kind), data, where, complete)
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        return _table(kind, data, where, complete)
+    if isinstance(kind, type) and issubclass(kind, IntEnum):
+        _check(isinstance(data, str) and data in kind.__members__, where, data, f"one of {', '.join(kind.__members__)}")
+        return kind[data]
+    return _number(kind, data, where)
+
+
+def _number(kind: Any, data: Any, where: str) -> Any:
+    if kind is float and type(data) in (int, float):
+        _check(abs(data) <= LARGEST and math.isfinite(data), where, data, "a finite number")
+        return float(data)
+    names = {int: "a whole number", str: "a text", bool: "true or false", float: "a number"}
+    _check(type(data) is kind, where, data, names.get(kind, str(kind)))
+    _check(kind is not int or abs(data) <= LARGEST, where, data, "a whole number of at most 63 bits")
+    return data
+
+
+def _table(kind: Any, data: Any, where: str, complete: bool) -> Any:
+    _check(isinstance(data, dict), where, data, "a table of keys")
+    known = _fields(kind)
+    if unknown := sorted(set(map(str, data)) - set(known)):
+        raise EsperError(f"{where} has no use for {', '.join(unknown)}; there are {', '.join(known)}")
+    if missing := [name for name, needed in known.items() if name not in data and (complete or needed)]:
+        raise EsperError(f"{where} lacks {', '.join(missing)}; it is not complete, or of another version of Esper")
+    if not complete:  # what was taken away is as if it had not been said
+        data = {name: value for name, value in data.items() if value is not None or known[name]}
+    hints = _hints(kind)
+    return kind(**{name: _decode(hints[name], value, f"{where}: {name}", complete) for name, value in data.items()})
+
+
+def _optional(kind: Any, data: Any, where: str, complete: bool) -> Any:
+    if data is None:
+        _check(type(None) in typing.get_args(kind), where, data, "a value")
+        return None
+    (inner,) = (each for each in typing.get_args(kind) if each is not type(None))
+    return _decode(inner, data, where, complete)
+
+
+def _tuple(inner: tuple[Any, ...], data: Any, where: str, complete: bool) -> tuple[Any, ...]:
+    _check(isinstance(data, (list, tuple)), where, data, "a list")
+    if len(inner) == 2 and inner[1] is ...:
+        return tuple(_decode(inner[0], each, f"{where}, {n}", complete) for n, each in enumerate(data))
+    _check(len(data) == len(inner), where, data, f"{len(inner)} values")
+    return tuple(_decode(kind, each, f"{where}, {n}", complete)
+                 for n, (kind, each) in enumerate(zip(inner, data, strict=True)))
+
+
+def _collection(origin: Any, inner: tuple[Any, ...], data: Any, where: str, complete: bool) -> Any:
+    if origin is list:
+        return list(_tuple((inner[0], ...), data, where, complete))
+    _check(isinstance(data, dict), where, data, "a table")
+    return {_decode(inner[0], key, where, complete): _decode(inner[1], each, f"{where}: {key}", complete)
+            for key, each in data.items()}
+
+
+def _check(right: bool, where: str, data: Any, expected: str) -> None:
+    if not right:
+        said = repr(data)
+        raise EsperError(f"{where} is {said if len(said) < 60 else said[:57] + '...'}; expected {expected}")

@@ -1,0 +1,92 @@
+"""The evaluator: every way of deciding goes through the same executor, on the same scenarios, and is scored alike.
+
+Legend: n scenarios, S slots.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from esper.kasmina import Host
+from esper.tamiyo import PolicyBundle, Wait
+from esper.tolaria import EnvConfig, Episodes, Family, MakeEnv, MorphogeneticEnv, Scenarios, Scores, play
+
+WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
+"""Shares by which a static host may be wider; the smallest that has the parameters is taken, at the price of those asked for."""
+
+
+class Evaluator:
+    """Plays n scenarios at a time. Scores are those on the validation slice, or on samples that were held out."""
+
+    def __init__(self, config: EnvConfig | Family, held: tuple[Tensor, Tensor] | None = None,
+                 make: MakeEnv = MorphogeneticEnv) -> None:
+        """The previews of `config` are for policies that ask for them; `make` makes environments."""
+        self.config = EnvConfig(config) if isinstance(config, Family) else config
+        self.held, self.make = held, make
+        self._known: dict[tuple[object, ...], MorphogeneticEnv] = {}
+
+    @property
+    def family(self) -> Family:
+        return self.config.family
+
+    @property
+    def min_epochs_to_keep(self) -> int:
+        """Epochs that a seed needs from its birth until it may be a fossil."""
+        env = self.environment(1)
+        return env.settling + env.shortest_ramp
+
+    def environment(self, rows: int, previews: bool = False, host: Host | None = None) -> MorphogeneticEnv:
+        """Made once for every kind of arm."""
+        name = (rows, previews, host)
+        if name not in self._known:
+            config = self.config if previews else replace(self.config, previews=None)
+            if host is not None:
+                config = replace(config, family=replace(self.family, host=host))
+            self._known[name] = self.make(config, rows)
+        return self._known[name]
+
+    def play(self, policy: PolicyBundle, scenarios: Scenarios, previews: bool = False) -> Episodes:
+        """`previews`: it looks at candidates."""
+        return self._finish(self.environment(len(scenarios), previews), policy, scenarios)
+
+    def from_scratch(self, blueprint: Tensor, scenarios: Scenarios, epochs: Tensor | None = None) -> Episodes:
+        """Topologies [n, S], untrained, for as many epochs as the episode has or as told [n]; schedules are of that length."""
+        shown = scenarios if epochs is None else replace(scenarios, horizon=epochs)
+        done = self._finish(self.environment(len(scenarios)), Wait(), shown, blueprint)
+        trainings = (1 + done.spent) * shown.horizon / scenarios.horizon
+        return replace(done, scenarios=scenarios, spent=trainings - 1)
+
+    def equal_flops(self, grown: Episodes, scenarios: Scenarios) -> Episodes:
+        """Its topologies from scratch, for as many epochs as its FLOPs pay for."""
+        epochs = (scenarios.horizon * (1 + grown.spent) / (1 + grown.flops)).round().long().clamp(min=1)
+        return self.from_scratch(grown.blueprint, scenarios, epochs)
+
+    def wider(self, params: Tensor, scenarios: Scenarios) -> Episodes:
+        """Static hosts with at least so many more parameters [n], charged for these; NaN where no host is wide enough."""
+        base = self.family.host
+        hosts = [replace(base, widths=tuple(math.ceil(w * share) for w in base.widths)) for share in WIDTHS]
+        extra = torch.tensor([host.cost.params - base.cost.params for host in hosts])
+        choice = (extra[None] < params[:, None]).sum(1)
+        parts: list[tuple[Tensor, Episodes]] = []
+        for number in choice.clamp(max=len(hosts) - 1).unique().tolist():
+            rows = (choice.clamp(max=len(hosts) - 1) == number).nonzero().flatten()
+            parts.append((rows, self._wide(hosts[number], scenarios.take(rows))))
+        order = torch.cat([rows for rows, _ in parts]).argsort()
+        joined = {name: torch.cat([getattr(done, name) for _, done in parts])[order] for name in ("flops", "spent", "blueprint")}
+        columns = (torch.cat([getattr(done.delivered, name) for _, done in parts])[order] for name in ("loss", "score", "smooth"))
+        delivered = Scores(*(torch.where(choice < len(hosts), column, torch.nan) for column in columns))
+        return replace(parts[0][1], scenarios=scenarios, params=params, delivered=delivered, measured={},
+                       actions=torch.empty(0, len(scenarios), 0), moves=(), **joined)
+
+    def _wide(self, host: Host, scenarios: Scenarios) -> Episodes:
+        done = self._finish(self.environment(len(scenarios), host=host), Wait(), scenarios)
+        del self._known[len(scenarios), False, host]  # of a size that will not come again
+        return replace(done, spent=(1 + done.spent) * host.cost.flops / self.family.host.cost.flops - 1)
+
+    def _finish(self, env: MorphogeneticEnv, policy: PolicyBundle, scenarios: Scenarios,
+                fossils: Tensor | None = None) -> Episodes:
+        held = self.held
+        samples = env.validation if held is None else lambda: env.held_out(*held)
+        return play(env, policy, scenarios, samples=samples, fossils=fossils)

@@ -1,0 +1,112 @@
+"""A round of training: one episode in every row, each epoch paid by a reward, everything kept that learning needs.
+
+Legend: T steps, N rows. A round is a function of a controller's weights and of the keys of its scenarios, so it could be computed
+anywhere; what comes back is a `Round` and the rollout that it filled.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper.simic.buffer import TamiyoRolloutBuffer
+from esper.simic.collecting import Collector, Outcome
+from esper.simic.ppo import PPOAgent
+from esper.simic.rewards import Ledger, RewardInputs, Terms
+from esper.tamiyo.controller import PolicyInput
+from esper.tolaria import Episodes, Measurement, MorphogeneticEnv, Scenarios, Scores, Twins, play
+
+PRIVILEGED = ("noise", "shift", "shuffle", "label_noise", "samples", "one_tap", "width", "frozen",
+              "twin_score", "twin_smooth", "twin_now", "paid")
+"""What the critic alone knows of a row, about -2 to 2 each: its hidden kind, what its twin will score, and what was paid so far.
+None of it depends on what is decided next, so advantages stay unbiased; without it, finding out what kind a row is of looks like
+the work of the action before."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What came of one round: episodes, and what each of their epochs was paid for, [T, N]."""
+
+    episodes: Episodes
+    terms: Terms
+    """By name; their sum is the reward."""
+    reward: Tensor
+    inputs: list[RewardInputs]
+    """Of every epoch."""
+
+    @property
+    def returns(self) -> Tensor:
+        """[N], summed epoch by epoch."""
+        total = torch.zeros(self.reward.shape[1])
+        for paid in self.reward:
+            total = total + paid
+        return total
+
+
+class RewardWorld:
+    """Pays for what happens in an environment, epoch by epoch."""
+
+    def __init__(self, env: MorphogeneticEnv, twins: Twins, reward: str = "utility", score: str = "delivered") -> None:
+        self.env, self.twins, self.reward, self.score = env, twins, reward, score
+
+    @property
+    def steps(self) -> int:
+        """Epochs of the longest episode: steps of a round."""
+        return max(self.env.family.horizons)
+
+    def play(self, policy: "Collector | object", scenarios: Scenarios) -> Round:
+        """Episodes of a policy, paid for."""
+        self._begin(scenarios)
+        episodes = play(self.env, policy, scenarios, watch=self._pay)  # type: ignore[arg-type]
+        return self._paid(episodes)
+
+    def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer, seed: int,
+                privileged: bool = True) -> Round:
+        """Episodes of an agent's controller, which fill a rollout; `seed` decides its draws."""
+        self._begin(scenarios)
+        collector = Collector(agent, self.env.rows, buffer)
+
+        def act(view: object) -> Tensor:
+            seen = PolicyInput.of(view, seed, agent.device)  # type: ignore[arg-type]
+            told = self._privileged().to(agent.device) if privileged else None
+            return collector.act(seen._replace(privileged=told)).cpu()
+
+        def paid(measured: Measurement) -> None:
+            reward = self._pay(measured).to(agent.device)
+            done = measured.done.to(agent.device)
+            collector.add(Outcome(reward, done, torch.zeros_like(done)))
+
+        return self._paid(play(self.env, act, scenarios, watch=paid))
+
+    def _begin(self, scenarios: Scenarios) -> None:
+        self.ledger, self.twin = Ledger(self.reward, self.env.rows), self.twins(scenarios)
+        self.total = torch.zeros(self.env.rows)
+        self.inputs: list[RewardInputs] = []
+        self.terms: list[Terms] = []
+
+    def _pay(self, measured: Measurement) -> Tensor:
+        """[N]: the reward of this epoch."""
+        at = (measured.clock - 1).clamp(min=0, max=self.twin.shape[1] - 1)
+        twin = Scores(*self.twin[torch.arange(self.env.rows), at].unbind(1))
+        self.inputs.append(RewardInputs.of(measured, self.env.scenarios, twin, self.score))
+        self.terms.append(self.ledger.pay(self.inputs[-1]))
+        reward = torch.stack(list(self.terms[-1].values())).sum(0)
+        self.total = self.total + reward
+        return reward
+
+    def _paid(self, episodes: Episodes) -> Round:
+        terms = {name: torch.stack([paid[name] for paid in self.terms]) for name in self.terms[0]}
+        reward = torch.stack([torch.stack(list(paid.values())).sum(0) for paid in self.terms])
+        return Round(episodes, terms, reward, self.inputs)
+
+    def _privileged(self) -> Tensor:
+        """[N, len(PRIVILEGED)]."""
+        drawn, rows = self.env.scenarios, torch.arange(self.env.rows)
+        kind = {name: drawn.of_kind(name).float() for name in PRIVILEGED[:5]}
+        harm = drawn.impairments(self.env.family.host.stages)
+        last, now = (self.twin[rows, (clock - 1).clamp(0, self.twin.shape[1] - 1)]
+                     for clock in (drawn.horizon, self.env.clock))
+        twin = (torch.stack([last[:, 1], last[:, 2], now[:, 2]], 1) - 0.5) * 5
+        hidden = [kind["noise"], kind["shift"] / 10, kind["shuffle"], kind["label_noise"], kind["samples"].log1p() / 10,
+                  harm.one_tap.float().mean(1), harm.width.mean(1), harm.frozen.float().mean(1)]
+        return torch.cat([torch.stack(hidden, 1), twin, 10 * self.total[:, None]], 1)
