@@ -1,10 +1,14 @@
-"""The run store: made from its registry, strict at the door, readable while it is written."""
+"""The run store: made from its registry, strict at the door, readable while it is written, sealed."""
 
 import json
+import random
+import sqlite3
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,7 @@ import torch
 from benchmarks.store import LINES, columns
 
 from esper.leyline import EsperError
-from esper.nissa import TABLES, Store, read
+from esper.nissa import SCHEMA, TABLES, Store, read, verify
 from esper.nissa.registry import Metric
 
 ROOT = Path(__file__).parent.parent
@@ -38,8 +42,8 @@ def test_nothing_is_kept_before_a_commit_and_all_of_it_after(tmp_path: Path) -> 
     store.write("step", columns(8, 0, 1))
     store.commit()
     assert read(path, "SELECT count(*) FROM step") == [(8,)], "the same epoch again replaces itself"
-    parts = " - ".join(f"ifnull(reward_{name}, 0)" for name in ("gain", "size", "compute", "credit", "potential"))
-    worst = read(path, f"SELECT max(abs(reward - {parts})) FROM step")
+    parts = [f"ifnull(reward_{name}, 0)" for name in ("gain", "size", "compute", "credit", "potential")]
+    worst = read(path, f"SELECT max(abs(reward - {' - '.join(parts)})) FROM step")
     assert worst[0][0] < 1e-6
 
 
@@ -49,11 +53,13 @@ def test_missing_is_null_and_never_a_number(tmp_path: Path) -> None:
     del facts["twin"]
     store.write("step", facts)
     store.commit()
-    assert read(store.path, "SELECT loss, twin FROM step ORDER BY row") == [(0.5, None), (None, None), (None, None)]
+    found = read(store.path, "SELECT loss, twin FROM step ORDER BY row")
+    assert found == [(0.5, None), (None, None), (None, None)]
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"fame": 1.0}, "table 'step' has no column fame"), ({"accuracy": 1.5}, r"step.accuracy cannot be 1.5: it lies in 0 .. 1"),
+    ({"fame": 1.0}, "table 'step' has no column fame"),
+    ({"accuracy": 1.5}, r"step.accuracy cannot be 1.5: it lies in 0 .. 1"),
     ({"loss": torch.rand(2)}, "columns of different lengths: .*loss 2"),
 ])
 def test_what_does_not_fit_is_refused(change: dict, message: str, tmp_path: Path) -> None:
@@ -67,8 +73,10 @@ def test_what_does_not_fit_is_refused(change: dict, message: str, tmp_path: Path
         store.write("fame", {})
     with pytest.raises(EsperError, match="there is no run store"):
         read(tmp_path / "none.db", "SELECT 1")
-    with pytest.raises(EsperError, match="cannot open the run store"):
+    with pytest.raises(EsperError, match=r"cannot open the run store .*see that its folder exists"):
         Store(tmp_path / "no" / "run.db")
+    with pytest.raises(EsperError, match="not 'step' with 1"):
+        store.seal("step", 1)
 
 
 def test_other_processes_read_while_it_is_written(tmp_path: Path) -> None:
@@ -76,10 +84,10 @@ def test_other_processes_read_while_it_is_written(tmp_path: Path) -> None:
     store.write("step", columns(16, 0, 1))
     store.commit()
     store.connection.execute("BEGIN IMMEDIATE")  # a commit in progress
-    code = "from esper.nissa import read; import sys; print(read(sys.argv[1], 'SELECT count(*) FROM step')[0][0])"
-    seen = subprocess.run([sys.executable, "-c", code, str(store.path)], capture_output=True, text=True, check=True)
+    code = "from esper.nissa import read; import sys; print(read(sys.argv[1], 'SELECT count(*) FROM step'))"
+    seen = subprocess.check_output([sys.executable, "-c", code, store.path], text=True)
     store.connection.execute("ROLLBACK")
-    assert seen.stdout.strip() == "16"
+    assert seen.strip() == "[(16,)]"
 
 
 def test_an_epoch_of_256_environments_is_cheap(tmp_path: Path) -> None:
@@ -103,8 +111,9 @@ def test_the_published_figures_hold_their_lines() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "store.json").read_text())
     assert (result["environments"], result["epochs"]) == (256, 30)
     assert all(result[name] < line for name, line in LINES.items())
-    said = (f"{result['commit_ms']:.1f} ms to commit an epoch, {result['bytes_per_environment_epoch']:.0f} bytes per environment "
-            f"and epoch, {result['query_ms']:.1f} ms for a reader's question")
+    said = (f"{result['commit_ms']:.1f} ms to commit an epoch, "
+            f"{result['bytes_per_environment_epoch']:.0f} bytes per environment and epoch, "
+            f"{result['query_ms']:.1f} ms for a reader's question")
     assert said in " ".join((ROOT / "experiments" / "README.md").read_text().split())
 
 
@@ -114,8 +123,142 @@ def test_a_full_disk_stops_with_one_sentence(tmp_path: Path) -> None:
     store.connection.execute(f"PRAGMA max_page_count={pages + 1}")
     for epoch in range(1, 20):
         store.write("step", columns(256, 0, epoch))
-    with pytest.raises(EsperError, match=r"cannot write the run store .*full.*; free some space and resume the run"):
+    with pytest.raises(EsperError, match=r"cannot write the run store .*full.*; free some space and resume"):
         store.commit()
     store.connection.execute("PRAGMA max_page_count=100000")
     store.commit()
     assert read(store.path, "SELECT count(*) FROM step") == [(256 * 19,)], "nothing was lost"
+
+
+def test_a_lock_is_waited_for_and_then_called_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "run.db")
+    store.write("step", columns(4, 0, 1))
+    with closing(sqlite3.connect(store.path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        release = threading.Timer(0.5, other.execute, ("ROLLBACK",))
+        release.start()
+        store.commit()
+        release.join()
+        other.execute("BEGIN IMMEDIATE")
+        monkeypatch.setattr("esper.nissa.store.PATIENCE", 0.0)
+        with pytest.raises(EsperError, match=r"cannot open the run store .*another program has locked it"):
+            Store(store.path)
+    assert read(store.path, "SELECT count(*) FROM step") == [(4,)]
+
+
+@pytest.mark.parametrize("name", ["why?.db", "a#b.db", "100%41.db", "two words.db"])
+def test_any_name_can_be_read_and_nothing_is_made_beside_it(name: str, tmp_path: Path) -> None:
+    store = Store(tmp_path / name)
+    store.write("step", columns(2, 0, 1))
+    store.seal("round", 0)
+    store.close()
+    verify(store.path)
+    with pytest.raises(EsperError, match="readonly"):
+        read(store.path, "DELETE FROM step")
+    assert {path.name for path in tmp_path.iterdir()} <= {name, f"{name}-wal", f"{name}-shm"}
+
+
+def test_a_store_of_another_schema_is_read_but_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    with closing(sqlite3.connect(path)) as old:
+        old.execute("CREATE TABLE round (round INTEGER PRIMARY KEY, utility REAL) WITHOUT ROWID")
+        old.execute("INSERT INTO round VALUES (0, 0.5)")
+        old.commit()
+    for version, said in ((0, 1), (SCHEMA + 1, SCHEMA + 1)):
+        with closing(sqlite3.connect(path)) as old:
+            old.execute(f"PRAGMA user_version = {version}")
+        before = path.read_bytes()
+        with pytest.raises(EsperError, match=f"has schema {said}, .* writes schema {SCHEMA}; begin a new run"):
+            Store(path)
+        assert path.read_bytes() == before
+        assert read(path, "SELECT utility FROM round") == [(0.5,)]
+    with closing(sqlite3.connect(path)) as old:
+        old.execute(f"PRAGMA user_version = {SCHEMA}")
+    with pytest.raises(EsperError, match=f"lacks the tables of schema {SCHEMA}; put back a whole one"):
+        Store(path)
+    with closing(sqlite3.connect(path)) as old:
+        old.execute("PRAGMA user_version = 0")
+    with pytest.raises(EsperError, match="has schema 1, which has no seals"):
+        verify(path)
+
+
+def sealed(path: Path, rounds: int = 3) -> Path:
+    """Rounds as a run writes them; the examination at the end of one has the number of the next."""
+    store = Store(path)
+    for number in range(rounds):
+        store.write("step", columns(12, number, 1))
+        store.commit()
+        store.write("round", {"round": number, "utility": 0.1 * number, "seconds": 3.5})
+        store.write("exam", {"round": number + 1, "policy": "learned", "scenario": [0, 1], "utility": 0.2})
+        store.seal("round", number)
+    store.close()
+    return path
+
+
+def contents(path: Path) -> dict[str, list]:
+    return {table: read(path, f"SELECT * FROM {table}") for table in TABLES}
+
+
+def test_what_is_not_sealed_may_only_be_of_the_last_round(tmp_path: Path) -> None:
+    verify(sealed(tmp_path / "run.db"))
+    store = Store(tmp_path / "run.db")
+    store.write("step", columns(12, 3, 1))
+    store.commit()
+    verify(store.path)  # killed in the middle of round 3
+    store.write("step", columns(12, 2, 1))
+    store.commit()
+    with pytest.raises(EsperError, match=r"damaged: table step has rows that were never sealed; put back"):
+        verify(store.path)
+    store.rewind(1)
+    verify(store.path)
+    kept = {table: read(store.path, f"SELECT max(round) FROM {table}")[0][0] for table in ("step", "exam")}
+    assert kept == {"step": 0, "exam": 1}
+    assert read(store.path, "SELECT scope FROM seal") == [("round 0",)]
+    store.write("arm", {"controller": "all", "arm": "random", "scenario": [0, 1]})
+    store.commit()
+    with pytest.raises(EsperError, match="table arm has rows that were never sealed"):
+        verify(store.path)
+    store.seal("all")
+    verify(store.path)
+
+
+@pytest.mark.parametrize("change", [
+    "UPDATE step SET loss = 0.25 WHERE round = 1 AND row = 3", "DELETE FROM round WHERE round = 2",
+    "UPDATE exam SET round = 7 WHERE round = 2", "DELETE FROM seal WHERE scope = 'round 1'",
+    "UPDATE seal SET scope = 'sound 2' WHERE scope = 'round 2'", "DROP TABLE head", "PRAGMA user_version = 0",
+])
+def test_what_is_changed_behind_the_seals_is_found(change: str, tmp_path: Path) -> None:
+    path = sealed(tmp_path / "run.db")
+    with closing(sqlite3.connect(path)) as other:
+        other.execute(change)
+        other.commit()
+    with pytest.raises(EsperError, match=r"the run store .*run.db is damaged: .*; put back a whole one$"):
+        verify(path)
+
+
+def damaged(whole: bytes, draw: random.Random) -> bytes:
+    """One bit, one byte or a block changed, or the end cut off."""
+    place, size, kind = draw.randrange(len(whole)), draw.choice((16, 512, 4096)), draw.randrange(4)
+    before, here, rest = whole[:place], whole[place:place + 1], whole[place + 1:]
+    block = bytes(min(size, len(whole) - place))
+    return [before + bytes([here[0] ^ 1 << draw.randrange(8)]) + rest, before + draw.randbytes(1) + rest,
+            before + block + whole[place + len(block):], before][kind]
+
+
+def test_a_damaged_store_never_passes_with_other_contents(tmp_path: Path) -> None:
+    path, draw, refused = sealed(tmp_path / "run.db"), random.Random(0), []
+    store = Store(path)
+    store.seal("all")  # the last examination too
+    store.close()
+    whole, before = path.read_bytes(), contents(path)
+    for number in range(100):
+        copy = tmp_path / f"{number}.db"
+        copy.write_bytes(damaged(whole, draw))
+        try:
+            verify(copy)
+        except EsperError as error:
+            refused.append(str(error))
+        else:
+            assert contents(copy) == before
+    assert len(refused) > 30
+    assert all("is damaged: " in told for told in refused)

@@ -1,6 +1,6 @@
 """Nissa: the senses. The run store and the one registry of what is kept in it."""
 
-from esper.nissa.registry import TABLES, Metric
-from esper.nissa.store import Store, read
+from esper.nissa.registry import SCHEMA, TABLES, Metric
+from esper.nissa.store import Store, read, verify
 
-__all__ = ["TABLES", "Metric", "Store", "read"]
+__all__ = ["SCHEMA", "TABLES", "Metric", "Store", "read", "verify"]

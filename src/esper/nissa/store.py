@@ -1,15 +1,31 @@
-"""The run store: one SQLite file that a run writes and anybody reads meanwhile. Its tables are the registry's."""
+"""The run store: one SQLite file that a run writes and anybody reads. Its tables are the registry's."""
 
 import math
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from esper.leyline import EsperError
-from esper.nissa.registry import TABLES, Metric
+from esper.nissa.registry import CREATE, SCHEMA, TABLES, Metric
+from esper.nissa.seals import ALL, SEAL, by_round, damage, digest, scope_of, tables_of, version_of
+
+PATIENCE = 60.0
+"""Seconds that a write waits for another program's lock."""
+_LOCKED, _SHUT = "another program has locked it; let that one end, then resume the run", "make it writable"
+_BROKEN = "put back a whole one"
+ADVICE = {sqlite3.SQLITE_BUSY: _LOCKED, sqlite3.SQLITE_LOCKED: _LOCKED,
+          sqlite3.SQLITE_FULL: "free some space and resume the run",
+          sqlite3.SQLITE_IOERR: "see that its disk works and has room, then resume the run",
+          sqlite3.SQLITE_CANTOPEN: "see that its folder exists and may be written",
+          sqlite3.SQLITE_READONLY: _SHUT, sqlite3.SQLITE_PERM: _SHUT,
+          sqlite3.SQLITE_CORRUPT: _BROKEN, sqlite3.SQLITE_NOTADB: _BROKEN}
+"""SQLite's code -> what to do."""
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""Damaged text may break the very message about it."""
 
 
 class Store:
@@ -19,17 +35,33 @@ class Store:
         self.path = Path(path)
         self.waiting: list[tuple[str, list[tuple[Any, ...]]]] = []
         try:
-            self.connection = sqlite3.connect(self.path, isolation_level=None)
-            self.connection.execute("PRAGMA journal_mode=WAL")
-            self.connection.execute("PRAGMA synchronous=NORMAL")
-            for table, columns in TABLES.items():
-                self.connection.execute(_create(table, columns))
-        except sqlite3.Error as error:
-            raise EsperError(f"cannot open the run store {self.path}: {error}; see that its folder has room and may be "
-                             "written") from error
+            self.connection = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None)
+            try:
+                self._prepare()
+            except BaseException:
+                self.connection.close()
+                raise
+        except _ERRORS as error:
+            raise _trouble("open", self.path, error) from error
+
+    def _prepare(self) -> None:
+        """Make the tables of a new store; a store of another schema is refused and left as it is."""
+        if (made := tables_of(self.connection)) and (version := version_of(self.connection)) != SCHEMA:
+            raise EsperError(f"the run store {self.path} has schema {version}, and this version of Esper "
+                             f"writes schema {SCHEMA}; begin a new run in another folder")
+        if made not in ({}, CREATE):
+            raise EsperError(f"the run store {self.path} lacks the tables of schema {SCHEMA}; {_BROKEN}")
+        self.connection.execute("PRAGMA journal_mode=WAL")
+        self.connection.execute("PRAGMA synchronous=NORMAL")
+        with _transaction(self.connection):
+            if not tables_of(self.connection):
+                for create in CREATE.values():
+                    self.connection.execute(create)
+                self.connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
     def write(self, table: str, columns: Mapping[str, object]) -> None:
-        """Columns of equal length; a single value stands for all rows. Unknown names and impossible values are refused."""
+        """Columns of equal length; a single value stands for all rows. Unknown names and impossible values
+        are refused."""
         if table not in TABLES:
             raise EsperError(f"the run store has no table {table!r}; there are {', '.join(TABLES)}")
         metrics = TABLES[table]
@@ -39,8 +71,8 @@ class Store:
                              f"table {table!r} needs {', '.join(sorted(keys - set(columns)))}")
         lists = {name: _listed(values) for name, values in columns.items()}
         length = max((len(values) for values in lists.values() if values is not None), default=1)
-        whole = {name: _checked(table, name, metrics[name], values if values is not None else [columns[name]] * length)
-                 for name, values in lists.items()}
+        filled = {name: [columns[name]] * length if each is None else each for name, each in lists.items()}
+        whole = {name: _checked(table, name, metrics[name], values) for name, values in filled.items()}
         if any(len(values) != length for values in whole.values()):
             raise EsperError(f"table {table!r} got columns of different lengths: "
                              f"{', '.join(f'{name} {len(values)}' for name, values in whole.items())}")
@@ -49,40 +81,103 @@ class Store:
 
     def commit(self) -> None:
         """Write what is waiting, all of it or nothing."""
-        try:
-            self.connection.execute("BEGIN")
+        self._commit("")
+
+    def seal(self, scope: str, number: int | None = None) -> None:
+        """Commit, and in the same transaction keep a digest of the rows of a round, `seal("round", 7)`, or of
+        every row, `seal("all")`, for `verify`. What is written later opens the seals that it touches."""
+        if (scope == "round") != (number is not None) or scope not in ("round", ALL):
+            raise EsperError(f'seal("round", number) or seal("all"), not {scope!r} with {number!r}')
+        self._commit(ALL if number is None else scope_of(number))
+
+    def rewind(self, number: int) -> None:
+        """Forget what was written from a round on, and its seals: a run that resumes there writes it again."""
+        with self._writing():
+            for table in filter(by_round, TABLES):
+                first = number + (table == "exam")  # an examination has the number of the round behind it
+                self.connection.execute(f"DELETE FROM {table} WHERE round >= ?", (first,))
+            self.connection.execute(f"DELETE FROM {SEAL} WHERE scope = '{ALL}' OR "
+                                    "CAST(substr(scope, 7) AS INTEGER) >= ?", (number,))
+
+    def _commit(self, sealed: str) -> None:
+        rounds = {row[0] for table, rows in self.waiting if by_round(table) for row in rows}
+        opened = [(scope,) for scope in (*map(scope_of, rounds), ALL) if self.waiting]
+        with self._writing():
             for table, rows in self.waiting:
                 marks = ", ".join("?" * len(TABLES[table]))
                 self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
-            self.connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self.connection.in_transaction:
-                self.connection.execute("ROLLBACK")
-            raise EsperError(f"cannot write the run store {self.path}: {error}; free some space and resume the run") from error
+            self.connection.executemany(f"DELETE FROM {SEAL} WHERE scope = ?", opened)
+            if sealed:
+                row = sealed, digest(self.connection, sealed)
+                self.connection.execute(f"INSERT OR REPLACE INTO {SEAL} VALUES (?, ?)", row)
         self.waiting.clear()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with _transaction(self.connection):
+                yield
+        except sqlite3.Error as error:
+            raise _trouble("write", self.path, error) from error
 
     def close(self) -> None:
         self.connection.close()
 
 
 def read(path: str | Path, query: str, *values: object) -> list[tuple[Any, ...]]:
-    """Rows of a read-only query, also while a run writes."""
+    """Rows of a read-only query, also while a run writes, and from a store of any schema."""
+    try:
+        with closing(_readable(path)) as connection:
+            return connection.execute(query, values).fetchall()
+    except _ERRORS as error:
+        raise _trouble("read", path, error) from error
+
+
+def verify(path: str | Path) -> None:
+    """Raise if the store is damaged: its rows must be those that were sealed. Only the round that a run is in
+    need not be sealed yet."""
+    try:
+        with closing(_readable(path)) as connection:
+            connection.execute("BEGIN")  # one moment of a store that is being written
+            made, version = tables_of(connection), version_of(connection)
+            if made and SEAL not in made and version < SCHEMA:
+                raise EsperError(f"the run store {path} has schema {version}, which has no seals: it can be "
+                                 "read, but not verified")
+            found = damage(connection)
+    except _ERRORS as error:
+        if ADVICE.get(_code(error), _BROKEN) is not _BROKEN:
+            raise _trouble("read", path, error) from error
+        found = str(error)
+    if found:
+        raise EsperError(f"the run store {path} is damaged: {found}; {_BROKEN}")
+
+
+def _readable(path: str | Path) -> sqlite3.Connection:
     if not Path(path).exists():
         raise EsperError(f"there is no run store at {path}")
+    place = Path(path).resolve().as_uri()  # ?, # and % of its name are escaped
+    return sqlite3.connect(f"{place}?mode=ro", timeout=PATIENCE, isolation_level=None, uri=True)
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
     try:
-        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-        try:
-            return connection.execute(query, values).fetchall()
-        finally:
-            connection.close()
-    except sqlite3.Error as error:
-        raise EsperError(f"cannot read the run store {path}: {error}") from error
+        yield
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
 
-def _create(table: str, columns: Mapping[str, Metric]) -> str:
-    keys = ", ".join(name for name, metric in columns.items() if metric.key)
-    body = ", ".join(f'"{name}" {metric.kind}' for name, metric in columns.items())
-    return f"CREATE TABLE IF NOT EXISTS {table} ({body}, PRIMARY KEY ({keys})) WITHOUT ROWID"
+def _code(error: Exception) -> int:
+    """SQLite's primary code, the low byte of its extended ones."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _trouble(what: str, path: str | Path, error: Exception) -> EsperError:
+    advice = ADVICE.get(_code(error))
+    return EsperError(f"cannot {what} the run store {path}: {error}{f'; {advice}' if advice else ''}")
 
 
 def _listed(values: object) -> list[Any] | None:
