@@ -168,7 +168,7 @@ def test_a_store_of_another_schema_is_read_but_not_written(tmp_path: Path) -> No
         with closing(sqlite3.connect(path)) as old:
             old.execute(f"PRAGMA user_version = {version}")
         before = path.read_bytes()
-        with pytest.raises(EsperError, match=f"has schema {said}, .* writes schema {SCHEMA}; begin a new run"):
+        with pytest.raises(EsperError, match=f"has schema {said}, .* writes schema {SCHEMA}; begin a new"):
             Store(path)
         assert path.read_bytes() == before
         assert read(path, "SELECT utility FROM round") == [(0.5,)]

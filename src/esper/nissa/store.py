@@ -91,10 +91,10 @@ class Store:
         self._commit(ALL if number is None else scope_of(number))
 
     def rewind(self, number: int) -> None:
-        """Forget what was written from a round on, and its seals: a run that resumes there writes it again."""
+        """Forget what was written from a round on, and its seals: a run resumed there writes it again."""
         with self._writing():
             for table in filter(by_round, TABLES):
-                first = number + (table == "exam")  # an examination has the number of the round behind it
+                first = number + (table == "exam")  # an examination has the number of the next round
                 self.connection.execute(f"DELETE FROM {table} WHERE round >= ?", (first,))
             self.connection.execute(f"DELETE FROM {SEAL} WHERE scope = '{ALL}' OR "
                                     "CAST(substr(scope, 7) AS INTEGER) >= ?", (number,))
