@@ -10,6 +10,8 @@ from html import escape
 
 NARROW, LETTER, LINE = 270, 5.9, 13
 """Pixels: a plot on a small phone, a letter, a line of text."""
+Z95 = 1.96
+"""Standard errors on each side of a mean, in a 95 % interval."""
 Box = tuple[float, float, float, float]
 Point = tuple[float, float]
 Span = tuple[str, str, float, float, float]
@@ -19,27 +21,32 @@ Estimate = tuple[float, float, float | None]
 
 
 def tag(name: str, *inner: str, **attributes: object) -> str:
-    """An element. Attributes are escaped (class_ is class, _ is -) and left out if empty; what is inside is markup already."""
-    given = (f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for key, value in attributes.items() if value != "")
+    """An element. Attributes are escaped (class_ is class, _ is -) and left out if empty; what is inside is
+    markup already."""
+    given = (f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+             for key, value in attributes.items() if value != "")
     return f"<{name}{''.join(given)}>{''.join(inner)}</{name}>"
 
 
 def words(text: object, x: float, y: float, anchor: str = "", class_: str = "", dx: float = 0) -> str:
-    return tag("text", escape(str(text)), x=f"{x:.2f}%", y=f"{y:.1f}", dx=dx or "", text_anchor=anchor, class_=class_)
+    return tag("text", escape(str(text)), x=f"{x:.2f}%", y=f"{y:.1f}", dx=dx or "", text_anchor=anchor,
+               class_=class_)
 
 
 def rule(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
     return tag("line", x1=f"{x1:.2f}%", y1=f"{y1:.1f}", x2=f"{x2:.2f}%", y2=f"{y2:.1f}", class_=class_)
 
 
-def block(x: float, y: float, width: float, height: float, class_: str, title: str = "", style: str = "") -> str:
-    return tag("rect", tag("title", escape(title)) if title else "", x=f"{x:.2f}%", y=f"{y:.1f}", width=f"{width:.2f}%",
-               height=f"{height:.1f}", class_=class_, style=style)
+def block(x: float, y: float, width: float, height: float, class_: str, title: str = "", style: str = "",
+          ) -> str:
+    return tag("rect", tag("title", escape(title)) if title else "", x=f"{x:.2f}%", y=f"{y:.1f}",
+               width=f"{width:.2f}%", height=f"{height:.1f}", class_=class_, style=style)
 
 
 def drawing(height: float, marks: Iterable[str], left: float = 0) -> str:
     """`left`: pixels for what stands before 0 %."""
-    return tag("div", tag("svg", *marks, width="100%", height=f"{height:.0f}"), class_="plot", style=f"padding-left:{left:.0f}px")
+    inner = tag("svg", *marks, width="100%", height=f"{height:.0f}")
+    return tag("div", inner, class_="plot", style=f"padding-left:{left:.0f}px")
 
 
 def ticks(values: Iterable[float]) -> list[float]:
@@ -68,12 +75,14 @@ class Plot:
     def shape(self, points: Iterable[Point], class_: str, kind: str = "polyline") -> None:
         """A line, or a polygon; drawn in a box that is stretched, since its points cannot be percentages."""
         corners = " ".join("{:.2f},{:.1f}".format(*self.at(*point)) for point in points)
-        self.marks.append(tag("svg", tag(kind, points=corners, class_=class_, vector_effect="non-scaling-stroke"), width="100%",
-                              height=self.height, viewBox=f"0 0 100 {self.height}", preserveAspectRatio="none"))
+        drawn = tag(kind, points=corners, class_=class_, vector_effect="non-scaling-stroke")
+        self.marks.append(tag("svg", drawn, width="100%", height=self.height,
+                              viewBox=f"0 0 100 {self.height}", preserveAspectRatio="none"))
 
     def dot(self, x: float, y: float, class_: str, title: str) -> None:
         across, down = self.at(x, y)
-        self.marks.append(tag("circle", tag("title", escape(title)), cx=f"{across:.2f}%", cy=f"{down:.1f}", r=4, class_=class_))
+        self.marks.append(tag("circle", tag("title", escape(title)), cx=f"{across:.2f}%", cy=f"{down:.1f}",
+                              r=4, class_=class_))
 
     def svg(self, x_title: str, y_title: str = "") -> str:
         """With its axes; without a title there is no y axis."""
@@ -90,7 +99,7 @@ class Plot:
 
 
 def front(dots: Mapping[str, Point]) -> list[str]:
-    """The Pareto front of (cost, score): names to which no other is better in one and as good in the other. By cost."""
+    """The Pareto front of (cost, score), by cost: no other is better in one and as good in the other."""
     best: list[str] = []
     for name in sorted(dots, key=lambda name: (dots[name][0], -dots[name][1])):
         if not best or dots[name][1] > dots[best[-1]][1]:
@@ -101,7 +110,8 @@ def front(dots: Mapping[str, Point]) -> list[str]:
 def scatter(dots: Mapping[str, Point], x_title: str, y_title: str, subject: str) -> str:
     """(cost, score) by name, with the Pareto front as steps; the subject stands out."""
     plot, best = Plot((x for x, _ in dots.values()), (y for _, y in dots.values()), 340), front(dots)
-    steps = [corner for a, b in itertools.pairwise(best) for corner in (dots[a], (dots[b][0], dots[a][1]), dots[b])]
+    steps = [corner for a, b in itertools.pairwise(best)
+             for corner in (dots[a], (dots[b][0], dots[a][1]), dots[b])]
     plot.shape(steps, "front")
     places = {name: plot.at(*dot) for name, dot in dots.items()}
     for name, (left, down) in _labels(places, [plot.at(*corner) for corner in steps], plot.height).items():
@@ -114,21 +124,26 @@ def scatter(dots: Mapping[str, Point], x_title: str, y_title: str, subject: str)
     return plot.svg(x_title, y_title)
 
 
-def _labels(places: Mapping[str, Point], line: Sequence[Point], height: float) -> dict[str, tuple[bool, float]]:
-    """By name: is it left of its dot, and how far down? What does not meet on a narrow chart does not meet on a wider one."""
+def _labels(places: Mapping[str, Point], line: Sequence[Point], height: float,
+            ) -> dict[str, tuple[bool, float]]:
+    """By name: is it left of its dot, and how far down? What does not meet on a narrow chart does not meet on
+    a wider one."""
     spots = {name: (x * NARROW / 100, y) for name, (x, y) in places.items()}
     dots = {name: (x - 5, y - 5, x + 5, y + 5) for name, (x, y) in spots.items()}
-    thin = [(x1 * NARROW / 100 + 2, y2, x2 * NARROW / 100 - 2, y1) for (x1, y1), (x2, y2) in itertools.pairwise(line)]
+    thin = [(x1 * NARROW / 100 + 2, y2, x2 * NARROW / 100 - 2, y1)
+            for (x1, y1), (x2, y2) in itertools.pairwise(line)]
     labels: list[Box] = []
     chosen: dict[str, tuple[bool, float]] = {}
     for name, (x, y) in sorted(spots.items(), key=lambda item: item[1][1]):
-        solid, width, best = labels + [box for other, box in dots.items() if other != name], LETTER * len(name), math.inf
+        solid = labels + [box for other, box in dots.items() if other != name]
+        width, best = LETTER * len(name), math.inf
         for down, left in itertools.product(range(-90, 91, 3), (False, True)):
             start, centre = x - 7 - width if left else x + 7, y + down
             label = (start, centre - LINE / 2, start + width, centre + LINE / 2)
             lead = (x - 1, min(y, centre), x + 1, max(y, centre))
             outside = start < -30 or start + width > NARROW or not 0 <= centre <= height
-            cost = 999 * outside + 200 * _hits(label, solid) + 25 * (_hits(label, thin) + _hits(lead, solid)) + abs(down)
+            crossed = _hits(label, thin) + _hits(lead, solid)
+            cost = 999 * outside + 200 * _hits(label, solid) + 25 * crossed + abs(down)
             if cost < best:
                 best, chosen[name], picked = cost, (left, down), (label, lead)
         labels.append(picked[0])
@@ -158,7 +173,8 @@ def forest(groups: Mapping[str, Sequence[Span]], x_title: str) -> str:
 def curves(lines: Mapping[str, tuple[str, Sequence[Estimate]]], x_title: str, y_title: str) -> str:
     """(class, estimates) by name."""
     points = [point for _, line in lines.values() for point in line]
-    plot = Plot((0.0, *(x for x, _, _ in points)), (y + side * (half or 0) for _, y, half in points for side in (-1, 1)))
+    plot = Plot((0.0, *(x for x, _, _ in points)),
+                (y + side * (half or 0) for _, y, half in points for side in (-1, 1)))
     for name, (class_, line) in lines.items():
         for known, part in itertools.groupby(line, key=lambda point: point[2] is not None):
             if known:
@@ -178,9 +194,11 @@ def _band(plot: Plot, line: Sequence[tuple[float, float, float]], class_: str) -
         plot.shape([*upper, *reversed(lower)], class_, "polygon")
 
 
-def heat(counts: Mapping[tuple[str, int], int], rows: Sequence[str], columns: Sequence[int], full: float, left: float) -> str:
+def heat(counts: Mapping[tuple[str, int], int], rows: Sequence[str], columns: Sequence[int], full: float,
+         left: float) -> str:
     """Counts by row and column, as numbers and as colours, of which `full` has the strongest."""
-    width, marks = 100 / max(len(columns), 1), [block(0, 0, 100, 18 * len(rows), "empty"), words("slot", 0, -6, "end", "dim", -6)]
+    width = 100 / max(len(columns), 1)
+    marks = [block(0, 0, 100, 18 * len(rows), "empty"), words("slot", 0, -6, "end", "dim", -6)]
     marks += [words(column, width * (x + 0.5), -6, "middle", "dim") for x, column in enumerate(columns)]
     marks += [words(row, 0, 18 * y + 13, "end", dx=-6) for y, row in enumerate(rows)]
     for (y, row), (x, column) in itertools.product(enumerate(rows), enumerate(columns)):
@@ -200,7 +218,8 @@ def histogram(bars: Sequence[tuple[float, float]], full: float, left: float, x_t
         for value, class_ in zip(values, ("c1", "c1 pale"), strict=True):
             if value:
                 tall = height * value / full
-                marks.append(block(width * number, height - tall, width * 0.84, tall, class_, f"{number}: {value:.2g}"))
+                marks.append(block(width * number, height - tall, width * 0.84, tall, class_,
+                                   f"{number}: {value:.2g}"))
         if number % 5 == 0:
             marks.append(words(number, width * (number + 0.42), height + 13, "middle", "dim"))
     return drawing(height, marks, left)

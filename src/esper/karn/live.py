@@ -1,21 +1,28 @@
 """How a run is doing: read from its store, shown as a line or as a panel of 80 columns."""
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
+from esper.karn.charts import Z95
 from esper.nissa import read
+
+if TYPE_CHECKING:  # rich is for those who show a panel; the room is read without it
+    from rich.table import Table
 
 FUNNEL = ("GERMINATED", "BLENDING", "HOLDING", "FOSSILIZED", "PRUNED")
 """A life that is kept, and the way out."""
+EIGHTHS, LEVELS = ("", *"▏▎▍▌▋▊▉"), "▁▂▃▄▅▆▇█"
+BAR, CURVE = 40, 50
+"""Columns of the bar, and of the curve at most."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The state of a run after its last complete round; utilities in points."""
+    """The state of a run after its last complete round; utilities in points, None if not measured."""
 
     rounds: int
     planned: int
@@ -23,50 +30,94 @@ class Summary:
     """Host-epochs per second over the last ten rounds."""
     left: float
     """Seconds to go at that rate."""
-    utility: float
+    utility: float | None
     interval: float | None
-    """Half the width of its 95 % interval, if it was measured."""
+    """Half the width of its 95 % interval."""
     exam: float | None
     ops: dict[str, float]
     entropies: dict[str, float]
     funnel: dict[str, int]
     anomalies: list[str]
+    curve: list[float | None]
+    """The utility of every round."""
+
+    @property
+    def worth(self) -> str:
+        doubt = "" if self.interval is None else f" ± {self.interval:.2f}"
+        exam = "" if self.exam is None else f"  exam {self.exam:+.2f}"
+        return ("not measured" if self.utility is None else f"{self.utility:+.2f}{doubt} points") + exam
+
+    @property
+    def pace(self) -> str:
+        left = f"{self.left / 60:.0f} min" if self.left < 7200 else f"{self.left / 3600:.0f} h"
+        return f"{self.rate:,.0f} host-epochs/s  {left} left"
 
     def line(self) -> str:
-        exam = "" if self.exam is None else f"  exam {self.exam:+.2f}"
         trouble = f"  ! {', '.join(self.anomalies)}" if self.anomalies else ""
-        doubt = "" if self.interval is None else f" ± {self.interval:.2f}"
-        return (f"round {self.rounds}/{self.planned}  utility {self.utility:+.2f}{doubt}{exam}  "
-                f"{self.rate:,.0f} host-epochs/s  {self.left / 60:.0f} min left{trouble}")
+        return f"round {self.rounds}/{self.planned}  utility {self.worth}  {self.pace}{trouble}"
 
 
 def summary(path: Path, planned: int) -> Summary | None:
     """None before the first round is complete."""
-    rows = read(path, "SELECT round, seconds, host_epochs, utility, utility_error FROM round ORDER BY round DESC LIMIT 10")
+    rows = read(path, "SELECT round, ifnull(seconds, 0), ifnull(host_epochs, 0), 100 * utility, "
+                      "100 * utility_error FROM round ORDER BY round")
     if not rows:
         return None
-    last, seconds, epochs = rows[0][0], sum(row[1] for row in rows), sum(row[2] for row in rows)
+    last, *_, utility, error = rows[-1]
+    seconds, epochs = (statistics.fmean(row[column] for row in rows[-10:]) for column in (1, 2))
     exam = read(path, "SELECT 100 * avg(utility) FROM exam WHERE policy = 'learned' AND round = "
                       "(SELECT max(round) FROM exam WHERE policy = 'learned')")[0][0]
     ops = read(path, "SELECT op, count(*) FROM step WHERE round = ? GROUP BY op", last)
-    total = sum(count for _, count in ops) or 1
+    total = sum(count for _, count in ops)
     moves = dict(read(path, "SELECT target, count(*) FROM move WHERE round = ? GROUP BY target", last))
-    entropies = dict(read(path, "SELECT head, entropy FROM head WHERE round = ?", last))
-    open_now = read(path, "SELECT kind || ' ' || place FROM anomaly WHERE round = ?", last)
-    return Summary(last + 1, planned, epochs / max(seconds, 1e-9), (planned - last - 1) * seconds / len(rows), 100 * rows[0][3],
-                   None if rows[0][4] is None else 196 * rows[0][4], exam, {op: count / total for op, count in ops}, entropies,
-                   {stage: moves.get(stage, 0) for stage in FUNNEL}, [row[0] for row in open_now])
+    troubles = read(path, "SELECT kind || ' ' || place FROM anomaly WHERE round = ?", last)
+    return Summary(
+        rounds=last + 1, planned=planned, rate=epochs / max(seconds, 1e-9),
+        left=(planned - last - 1) * seconds, utility=utility, interval=None if error is None else Z95 * error,
+        exam=exam, ops={op: count / total for op, count in ops},
+        funnel={stage: moves.get(stage, 0) for stage in FUNNEL},
+        entropies=dict(read(path, "SELECT head, entropy FROM head WHERE round = ?", last)),
+        anomalies=[row[0] for row in troubles], curve=[row[3] for row in rows])
 
 
-def panel(state: Summary) -> Group:
+def bar(share: float, width: int = BAR) -> str:
+    """As long as `width`, full at 1."""
+    full, part = divmod(round(8 * width * min(max(share, 0), 1)), 8)
+    return ("█" * full + EIGHTHS[part]).ljust(width, "░")
+
+
+def sparkline(values: Sequence[float | None], width: int = CURVE) -> str:
+    """Blocks between the least and the most of the values, or of means of neighbours if there are many."""
+    size = math.ceil(len(values) / width) or 1
+    parts = [[value for value in values[start:start + size] if value is not None]
+             for start in range(0, len(values), size)]
+    means = [statistics.fmean(part) if part else None for part in parts]
+    known = [mean for mean in means if mean is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known) or 1.0
+    blocks = [" " if mean is None else LEVELS[round(7 * (mean - low) / span)] for mean in means]
+    return f"{low:+.1f} {''.join(blocks)} {max(known):+.1f}"
+
+
+def panel(state: Summary) -> "Table":
     """Everything at once, within 80 columns."""
-    table = Table(show_header=False, box=None, padding=(0, 1), width=78)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    ops = sorted(state.ops.items(), key=lambda item: -item[1])
-    table.add_row("decisions", "  ".join(f"{op} {share:.0%}" for op, share in ops))
-    table.add_row("entropies", "  ".join(f"{head} {value:.2f}" for head, value in state.entropies.items() if value is not None))
+    from rich.table import Table
+    from rich.text import Text
+
+    done, ops = state.rounds / max(state.planned, 1), sorted(state.ops.items(), key=lambda item: -item[1])
     *path, pruned = (f"{stage.lower()} {count}" for stage, count in state.funnel.items())
-    table.add_row("seeds", f"{' > '.join(path)}, {pruned}")
-    table.add_row("anomalies", ", ".join(state.anomalies) or "none")
-    return Group(Text(state.line(), overflow="fold"), table)
+    rows = {
+        "round": (f"{state.rounds}/{state.planned}  {bar(done)}  {done:.0%}", "cyan"),
+        "pace": (state.pace, ""), "utility": (state.worth, ""), "by round": (sparkline(state.curve), "cyan"),
+        "decisions": ("  ".join(f"{op} {share:.0%}" for op, share in ops), ""),
+        "entropies": ("  ".join(f"{head} {value:.2f}" for head, value in state.entropies.items()
+                                if value is not None), ""),
+        "seeds": (f"{' > '.join(path)}, {pruned}", ""),
+        "anomalies": (", ".join(state.anomalies) or "none", "red" if state.anomalies else "")}
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold", max_width=69)
+    for name, (said, style) in rows.items():
+        table.add_row(name, Text(said, style))
+    return table
