@@ -120,6 +120,18 @@ def test_the_page_is_whole_and_stands_alone(page: Page) -> None:
     assert {TABLES["summary"]["gain"].help + " [score]", TABLES["claim"]["needed"].help} <= titles
 
 
+@pytest.mark.parametrize(("verdict", "title", "samples"), [
+    ("holds", "Proof", "on the test split."),
+    ("rehearsal", "Rehearsal", "on validation samples; the test split stayed closed."),
+    ("demo", "Demo", "on validation samples; the test split stayed closed.")])
+def test_a_page_says_what_was_measured(verdict: str, title: str, samples: str, tmp_path: Path) -> None:
+    write_report(proof(tmp_path / "proof.db"), {}, {"verdict": verdict}, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert f"{title}: proof.db" in page.text
+    assert f"Accuracies are of delivered networks {samples}" in page.text
+    assert page.source.count("test split") == 1, "no tooltip says otherwise"
+
+
 def test_numbers_are_in_points(page: Page) -> None:
     assert ["learned", "+7.12", "+6.12 … +8.12", "+7.12", "70.0", "300", "1.40", "4,096"] in page.rows
     assert [row[0] for row in page.rows if len(row) == 8] == ["learned", "no growth", "random"]  # by gain

@@ -1,4 +1,4 @@
-"""A proof as one page: self-contained HTML from the proof's store and the stores of its controllers' runs, and nothing else.
+"""A proof as one page: self-contained HTML from its store and the stores of its controllers' runs alone.
 
 Utilities are shown in points (score x 100). The registry says what the columns of the tables mean.
 """
@@ -14,21 +14,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from esper.karn import charts
-from esper.karn.charts import tag
+from esper.karn.charts import Z95, tag
+from esper.karn.page import PAGE, STYLE
 from esper.leyline import EsperError
 from esper.leyline.storage import whole
 from esper.nissa import TABLES, read
 
 POOLED, LEARNED = "pooled", "learned"
 VERDICTS = {"holds": "The proof holds", "fails": "The proof fails", "refused": "The proof is refused",
-            "rehearsal": "A rehearsal on validation scenarios", "demo": "A demonstration on validation scenarios"}
+            "rehearsal": "A rehearsal on validation scenarios",
+            "demo": "A demonstration on validation scenarios"}
+SCORED = (dict.fromkeys(("holds", "fails", "refused"), "the test split")
+          | dict.fromkeys(("rehearsal", "demo"), "validation samples; the test split stayed closed"))
+"""verdict -> what accuracies were measured on"""
 ASKED = {"beats": "beats", "matches": "matches", "half": "half of the way between", "reported": "beside"}
 FATES = {"FOSSILIZE": "kept", "PRUNE": "pruned"}
 Row = dict[str, Any]
 
 
 class Seed(NamedTuple):
-    """A GERMINATE and what became of it: nothing, if its slot saw neither a FOSSILIZE nor a PRUNE before the next one."""
+    """A GERMINATE and its fate: nothing, if its slot saw neither FOSSILIZE nor PRUNE before the next one."""
 
     controller: str
     arm: str
@@ -69,16 +74,19 @@ class Evidence:
 
 
 def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, object], out: Path) -> None:
-    """`store`: the proof's. `runs`: by controller; the page says which cannot be read. `facts`: for its head, in their order."""
+    """`store`: the proof's. `runs`: by controller; the page says which cannot be read. `facts`: for its head,
+    in their order."""
     episodes = read(store, "SELECT controller, arm, kind, price, count(*) FROM arm GROUP BY 1, 2, 3, 4")
     evidence = Evidence(rows_of(store, "summary"), rows_of(store, "claim"), seeds_of(store), episodes,
                         {name: _run(path) for name, path in runs.items()})
-    shown = {title: show(evidence) for title, show in SECTIONS.items() if evidence.claims or title not in CLAIMED}
-    sections = [tag("section", tag("h2", title), text, id=f"s{number}") for number, (title, text) in enumerate(shown.items())]
+    shown = {title: show(evidence) for title, show in SECTIONS.items()
+             if evidence.claims or title not in CLAIMED}
+    sections = [tag("section", tag("h2", title), text, id=f"s{number}")
+                for number, (title, text) in enumerate(shown.items())]
     links = [tag("a", title, href=f"#s{number}") for number, title in enumerate(shown)]
     what = {"demo": "Demo", "rehearsal": "Rehearsal"}.get(str(facts.get("verdict")), "Proof")
-    page = PAGE.format(title=escape(f"{what}: {facts.get('family', store.name)}"), style=STYLE, head=_head(facts),
-                       links="".join(links), body="\n".join(sections))
+    page = PAGE.format(title=escape(f"{what}: {facts.get('family', store.name)}"), style=STYLE,
+                       head=_head(facts), links="".join(links), body="\n".join(sections))
     with whole(out) as path:
         path.write_text(page, encoding="utf-8")
 
@@ -86,8 +94,9 @@ def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, obje
 def seeds_of(store: Path) -> list[Seed]:
     """Every seed of every arm, with its fate."""
     seeds: list[Seed] = []
-    rows = read(store, "SELECT controller, arm, scenario, slot, kind, price, epoch, op, blueprint FROM decision "
-                       "JOIN arm USING (controller, arm, scenario) ORDER BY controller, arm, scenario, slot, epoch")
+    rows = read(store, "SELECT controller, arm, scenario, slot, kind, price, epoch, op, blueprint "
+                       "FROM decision JOIN arm USING (controller, arm, scenario) "
+                       "ORDER BY controller, arm, scenario, slot, epoch")
     for (controller, arm, _, slot), life in itertools.groupby(rows, key=lambda row: row[:4]):
         before = len(seeds)
         for *_, kind, price, epoch, op, blueprint in life:
@@ -100,7 +109,8 @@ def seeds_of(store: Path) -> list[Seed]:
 
 def rows_of(store: Path, table: str) -> list[Row]:
     """Everything in a table, by column."""
-    return [dict(zip(TABLES[table], row, strict=True)) for row in read(store, f"SELECT {', '.join(TABLES[table])} FROM {table}")]
+    rows = read(store, f"SELECT {', '.join(TABLES[table])} FROM {table}")
+    return [dict(zip(TABLES[table], row, strict=True)) for row in rows]
 
 
 def cost_of(run: Path) -> Row:
@@ -111,12 +121,13 @@ def cost_of(run: Path) -> Row:
 
 def _run(path: Path) -> Run | str:
     try:
-        rounds = read(path, "SELECT round, 100 * utility, 196 * utility_error FROM round "
-                            "WHERE utility IS NOT NULL ORDER BY round")
+        rounds = read(path, "SELECT round, 100 * utility, 100 * ? * utility_error FROM round "
+                            "WHERE utility IS NOT NULL ORDER BY round", Z95)
         exams = read(path, "SELECT round, 100 * utility FROM exam "
                            "WHERE policy = ? AND utility IS NOT NULL ORDER BY round", LEARNED)
-        return Run(rounds, [_estimate(number, [utility for _, utility in each])
-                            for number, each in itertools.groupby(exams, key=lambda row: row[0])], cost_of(path))
+        means = [_estimate(number, [utility for _, utility in each])
+                 for number, each in itertools.groupby(exams, key=lambda row: row[0])]
+        return Run(rounds, means, cost_of(path))
     except EsperError as error:
         return str(error)
 
@@ -124,7 +135,8 @@ def _run(path: Path) -> Run | str:
 def _estimate(number: int, utilities: Sequence[float]) -> charts.Estimate:
     """The mean of an examination with its interval, which a single scenario does not have."""
     n = len(utilities)
-    return number, statistics.fmean(utilities), 1.96 * statistics.stdev(utilities) / math.sqrt(n) if n > 1 else None
+    half = Z95 * statistics.stdev(utilities) / math.sqrt(n) if n > 1 else None
+    return number, statistics.fmean(utilities), half
 
 
 class Column(NamedTuple):
@@ -147,28 +159,35 @@ _count, _share = "{:,.0f}".format, "{:.2f}".format
 ARMS = (
     Column("summary.arm", "arm", lambda arm: tag("b" if arm == LEARNED else "span", escape(arm))),
     Column("summary.gain", "gain above no growth, points", _points),
-    Column("summary.low summary.high", "95 % interval", _points), Column("summary.middle", "interquartile mean, points", _points),
+    Column("summary.low summary.high", "95 % interval", _points),
+    Column("summary.middle", "interquartile mean, points", _points),
     Column("summary.score", "accuracy, %", lambda score: f"{100 * score:.1f}"),
-    Column("summary.params", "grown parameters", _count), Column("summary.flops", "FLOPs, host trainings", _share),
+    Column("summary.params", "grown parameters", _count),
+    Column("summary.flops", "FLOPs, host trainings", _share),
     Column("summary.episodes", "episodes tuned or trained", _count))
 CLAIMS = (
-    Column("claim.asked", "asked", _text), Column("claim.control", "control", _text), Column("claim.n", "n", _count),
-    Column("claim.difference", "difference, points", _points), Column("claim.low claim.high", "95 % interval", _points),
-    Column("claim.improvement", "probability of improvement", _share), Column("claim.needed", "scenarios needed", _count),
+    Column("claim.asked", "asked", _text), Column("claim.control", "control", _text),
+    Column("claim.n", "n", _count), Column("claim.difference", "difference, points", _points),
+    Column("claim.low claim.high", "95 % interval", _points),
+    Column("claim.improvement", "probability of improvement", _share),
+    Column("claim.needed", "scenarios needed", _count),
     Column("claim.verdict", "verdict", lambda verdict: tag("span", escape(verdict), class_=verdict)),
     Column("claim.reason", "reason", _text))
 COSTS = (
     Column("summary.arm", "who", _text), Column("round.round", "rounds", _count),
-    Column("round.host_epochs", "host-epochs of training", _count), Column("round.seconds", "seconds of training", _count),
-    Column("summary.episodes", "episodes tuned or trained", _count), Column("summary.flops", "FLOPs of one use", _share))
+    Column("round.host_epochs", "host-epochs of training", _count),
+    Column("round.seconds", "seconds of training", _count),
+    Column("summary.episodes", "episodes tuned or trained", _count),
+    Column("summary.flops", "FLOPs of one use", _share))
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     names = [[name.split(".") for name in column.names.split()] for column in columns]
     metrics = [TABLES[table][name] for (table, name), *_ in names]
     sides = ["" if metric.kind == "TEXT" else "n" for metric in metrics]
-    head = [tag("th", escape(column.heading), class_=side, title=metric.help + (f" [{metric.unit}]" if metric.unit else ""))
-            for column, metric, side in zip(columns, metrics, sides, strict=True)]
+    helps = [metric.help + (f" [{metric.unit}]" if metric.unit else "") for metric in metrics]
+    head = [tag("th", escape(column.heading), class_=side, title=title)
+            for column, title, side in zip(columns, helps, sides, strict=True)]
     body = []
     for row in rows:
         values = [[row.get(name) for _, name in each] for each in names]
@@ -178,7 +197,8 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 
 
 def _legend(colours: Mapping[str, str]) -> str:
-    return tag("ul", *(tag("li", tag("i", class_=class_), escape(name)) for name, class_ in colours.items()), class_="legend")
+    items = (tag("li", tag("i", class_=class_), escape(name)) for name, class_ in colours.items())
+    return tag("ul", *items, class_="legend")
 
 
 def _note(text: str) -> str:
@@ -193,13 +213,14 @@ def _fold(name: str, about: str, *inner: str) -> str:
 
 def _head(facts: Mapping[str, object]) -> str:
     verdict = str(facts.get("verdict", "unknown"))
-    sentence = f"{VERDICTS.get(verdict, f'The verdict is {verdict}')}: {facts.get('reason', 'no reason was given')}."
+    said, why = VERDICTS.get(verdict, f"The verdict is {verdict}"), facts.get("reason", "no reason was given")
+    scored = _note(f"Accuracies are of delivered networks on {SCORED[verdict]}.") if verdict in SCORED else ""
     items = [tag("div", tag("dt", _text(name)), tag("dd", _text(value))) for name, value in facts.items()]
-    return tag("p", escape(sentence), class_=f"verdict {verdict}") + tag("dl", *items)
+    return tag("p", escape(f"{said}: {why}."), class_=f"verdict {verdict}") + scored + tag("dl", *items)
 
 
 def _together(evidence: Evidence) -> list[Row]:
-    """One row for every arm: means over controllers where these are pooled, else each controller under its own name."""
+    """One row for every arm: means over controllers where these are pooled, else each under its own name."""
     pooled = [row for row in evidence.arms if row["controller"] == POOLED]
     if pooled or not evidence.arms:
         return pooled
@@ -211,7 +232,8 @@ def _together(evidence: Evidence) -> list[Row]:
 def _arms(evidence: Evidence) -> str:
     rows = _together(evidence)
     rows.sort(key=lambda row: -math.inf if row["gain"] is None else row["gain"], reverse=True)
-    return _note("Means over all scenarios, best first; controllers of one making are pooled.") + _table(ARMS, rows)
+    pooled = "; controllers are pooled" if any(row["controller"] == POOLED for row in rows) else ""
+    return _note(f"Means over all scenarios, best first{pooled}.") + _table(ARMS, rows)
 
 
 def _order(claim: Row) -> tuple[int, float]:
@@ -223,7 +245,8 @@ def _claims(evidence: Evidence) -> str:
     for name in evidence.colours:
         rows = sorted((row for row in evidence.claims if row["controller"] == name), key=_order)
         counts = Counter(row["verdict"] for row in rows)
-        parts.append(_fold(name, f": {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}", _table(CLAIMS, rows)))
+        about = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+        parts.append(_fold(name, f": {about}", _table(CLAIMS, rows)))
     return "".join(parts)
 
 
@@ -236,8 +259,9 @@ def _forest(evidence: Evidence) -> str:
     for rows in sorted(claims.values(), key=lambda rows: _order(rows[0])):
         spans = [_span(row, evidence.colours) for row in rows if row["difference"] is not None]
         groups[f"{ASKED[rows[0]['asked']]} {rows[0]['control']}{'' if spans else ': no evidence'}"] = spans
-    return (_note("Utility of the controller less the control's on the same scenarios, with 95 % intervals. "
-                  "Hollow: the claim fails or is refused.") + _legend(evidence.colours) + charts.forest(groups, "points"))
+    note = _note("Utility of the controller less the control's on the same scenarios, with 95 % intervals. "
+                 "Hollow: the claim fails or is refused.")
+    return note + _legend(evidence.colours) + charts.forest(groups, "points")
 
 
 def _span(claim: Row, colours: Mapping[str, str]) -> charts.Span:
@@ -249,15 +273,18 @@ def _span(claim: Row, colours: Mapping[str, str]) -> charts.Span:
 
 def _pareto(evidence: Evidence) -> str:
     rows = [row for row in _together(evidence) if row["score"] is not None]
-    plots = [charts.scatter({row["arm"]: (row[name], 100 * row["score"]) for row in rows}, title, "accuracy, %", LEARNED)
-             for name, title in (("params", "grown parameters"), ("flops", "FLOPs, in host trainings"))]
-    return _note("Means over all scenarios. Filled and joined: the Pareto front.") + tag("div", *plots, class_="pair")
+    axes = {"params": "grown parameters", "flops": "FLOPs, in host trainings"}
+    plots = [charts.scatter({row["arm"]: (row[name], 100 * row["score"]) for row in rows}, title,
+                            "accuracy, %", LEARNED) for name, title in axes.items()]
+    note = _note("Means over all scenarios. Filled and joined: the Pareto front.")
+    return note + tag("div", *plots, class_="pair")
 
 
 def _grown(evidence: Evidence) -> str:
     axes = sorted({seed.blueprint for seed in evidence.seeds}), sorted({seed.slot for seed in evidence.seeds})
-    parts = [_note("Numbers: seeds of the learned arm that were kept, by blueprint and slot. Bars: germinations per episode by "
-                   "epoch (0 is the first), in full colour if kept. Colours are per episode too; one scale under each heading.")]
+    parts = [_note("Numbers: seeds of the learned arm that were kept, by blueprint and slot. Bars: "
+                   "germinations per episode by epoch (0 is the first), in full colour if kept. Colours are "
+                   "per episode too; one scale under each heading.")]
     for name in evidence.colours:
         mine = (LEARNED,) if name == POOLED else (LEARNED, name)
         seeds = [seed for seed in evidence.seeds if (seed.arm, seed.controller)[:len(mine)] == mine]
@@ -268,8 +295,8 @@ def _grown(evidence: Evidence) -> str:
     return "".join(parts)
 
 
-def _panels(seeds: Sequence[Seed], played: Sequence[tuple[str, str, str, float, int]], axes: tuple[list[str], list[int]],
-            split: Callable[[str, float], tuple[Any, ...]]) -> str:
+def _panels(seeds: Sequence[Seed], played: Sequence[tuple[str, str, str, float, int]],
+            axes: tuple[list[str], list[int]], split: Callable[[str, float], tuple[Any, ...]]) -> str:
     """A heatmap and a histogram for every part of a split."""
     episodes: Counter[tuple[Any, ...]] = Counter()
     for _, _, kind, price, n in played:
@@ -287,8 +314,10 @@ def _panels(seeds: Sequence[Seed], played: Sequence[tuple[str, str, str, float, 
         counts = {place: cells[part, *place] for place in itertools.product(*axes)}
         bars = [(late[part, epoch] / n, soon[part, epoch] / n) for epoch in epochs]
         title = ", ".join(each if isinstance(each, str) else f"price {1e5 * each:g}" for each in part)
-        panels.append(tag("div", tag("h4", escape(title)), _note(f"{n} episodes, {sum(counts.values())} kept"),
-                          charts.heat(counts, *axes, strongest * n, left), charts.histogram(bars, tallest, left, "epoch")))
+        note = _note(f"{n} episodes, {sum(counts.values())} kept")
+        heat = charts.heat(counts, *axes, strongest * n, left)
+        panels.append(tag("div", tag("h4", escape(title)), note, heat,
+                          charts.histogram(bars, tallest, left, "epoch")))
     return tag("div", *panels, class_="grid")
 
 
@@ -301,7 +330,7 @@ def _funnel(evidence: Evidence) -> str:
         rows.append((f"{arm} ({controller})" if controller in evidence.colours else arm,
                      f"{sum(counts.values()):,} → {' · '.join(f'{n:,}' for n in counts.values())}",
                      {fate: n / episodes for fate, n in counts.items()}))
-    return (_note("Numbers: germinated → kept · pruned · unfinished (neither was decided). Bars: seeds per episode.")
+    return (_note("Numbers: germinated → kept · pruned · unfinished (neither decided). Bars: per episode.")
             + _legend({fate: fate for fate in (*FATES.values(), "unfinished")}) + charts.stacks(rows))
 
 
@@ -309,23 +338,29 @@ def _learning(evidence: Evidence) -> str:
     known = {name: run for name, run in evidence.runs.items() if isinstance(run, Run)}
     notes = [_note(f"{name}: {run}") for name, run in evidence.runs.items() if isinstance(run, str)]
     if not known:
-        return "".join([*notes, _note("Without run stores nothing is known of how the controllers were trained.")])
+        notes.append(_note("Without run stores nothing is known of how the controllers were trained."))
+        return "".join(notes)
     colours = {name: evidence.colours[name] for name in known}
-    plots = [charts.curves({name: (colours[name], getattr(run, what)) for name, run in known.items()}, "rounds", title)
-             for what, title in (("rounds", "utility of a round, points"), ("exams", "mean utility of an examination, points"))]
-    return "".join([*notes, _note("With 95 % intervals, where more than one episode tells of them."), _legend(colours),
-                    tag("div", *plots, class_="pair")])
+    titles = {"rounds": "utility of a round, points", "exams": "mean utility of an examination, points"}
+    plots = [charts.curves({name: (colours[name], getattr(run, what)) for name, run in known.items()},
+                           "rounds", title) for what, title in titles.items()]
+    notes.append(_note("With 95 % intervals, where more than one episode tells of them."))
+    return "".join([*notes, _legend(colours), tag("div", *plots, class_="pair")])
 
 
 def _costs(evidence: Evidence) -> str:
     names = ("round", "host_epochs", "seconds", "episodes")
     learned = [row for row in evidence.arms if row["arm"] == LEARNED and row["controller"] != POOLED]
-    tuned = [row for row in evidence.arms if row["arm"] != LEARNED and row["controller"] == POOLED and row["episodes"]]
-    runs = {name: {key: run.cost[key] for key in names[:3]} for name, run in evidence.runs.items() if isinstance(run, Run)}
-    rows = [row | {"arm": f"{LEARNED} ({row['controller']})"} | runs.get(row["controller"], {}) for row in learned]
+    tuned = [row for row in evidence.arms
+             if row["arm"] != LEARNED and row["controller"] == POOLED and row["episodes"]]
+    runs = {name: {key: run.cost[key] for key in names[:3]}
+            for name, run in evidence.runs.items() if isinstance(run, Run)}
+    rows = [row | {"arm": f"{LEARNED} ({row['controller']})"} | runs.get(row["controller"], {})
+            for row in learned]
     total = {name: sum(row[name] or 0 for row in rows) for name in names if all(name in row for row in rows)}
-    return (_note("What was spent before the proof, and what one use costs, in trainings of the bare host. Host-epochs are "
-                  "those of episodes and their twins; previews and examinations are not counted in them.")
+    return (_note("What was spent beforehand, and what one use costs, in trainings of the bare host. "
+                  "Host-epochs are those of episodes and their twins; previews and examinations are not "
+                  "counted in them.")
             + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned]))
 
 
@@ -337,46 +372,5 @@ CLAIMED = ("Claims", "Paired differences")
 """Sections of a proof; other pages claim nothing."""
 SECTIONS: Mapping[str, Callable[[Evidence], str]] = {
     "Arms": _arms, "Claims": _claims, "Paired differences": _forest, "Score against cost": _pareto,
-    "What was grown, where and when": _grown, "Seed funnel": _funnel, "Learning curves": _learning, "Total cost": _costs}
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{style}</style></head>
-<body><h1>{title}</h1>
-{head}
-<nav>{links}</nav>
-{body}
-</body></html>
-"""
-STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#24292f;--dim:#57606a;--grid:#e3e7eb;--holds:#1a7f37;--fails:#cf222e;
---refused:#9a6700;--c1:#2563eb;--c2:#d9730d;--c3:#8b44c9;--c4:#0f8a83;--c5:#c2347a;--c6:#7a5c3a}
-@media screen and (prefers-color-scheme:dark){:root{--paper:#15191e;--ink:#e6e9ed;--dim:#9aa4af;--grid:#2c333b;--holds:#56d364;
---fails:#ff7b72;--refused:#e3b341;--c1:#6ea8fe;--c2:#f2a35e;--c3:#c39bf0;--c4:#4fc4bb;--c5:#f07fb4;--c6:#c9a77f}}
-body{max-width:1120px;margin:0 auto;padding:16px;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-h1{font-size:22px;margin:8px 0}h2{font-size:19px;margin:40px 0 4px}h3{font-size:15px;margin:20px 0 4px}h4{font-size:13px;margin:0}
-.verdict{font-size:26px;line-height:1.25;font-weight:600;margin:12px 0;padding-left:14px;border-left:6px solid}
-.holds,.kept{color:var(--holds)}.fails,.pruned{color:var(--fails)}.refused{color:var(--refused)}
-td .holds,td .fails,td .refused{font-weight:600}
-dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(230px,1fr));gap:6px 20px;font-size:13px}
-dt,.note,.reported,.unfinished{color:var(--dim)}dd{margin:0;overflow-wrap:anywhere}.note{font-size:13px;margin:2px 0 8px}
-nav{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:13px}a{color:var(--c1)}summary{cursor:pointer;padding:6px 0}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
-th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--grid);text-align:left;vertical-align:top}
-td:first-child{min-width:70px}th{color:var(--dim);font-weight:500;vertical-align:bottom}.n{text-align:right}td.n{white-space:nowrap}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;padding:0;margin:4px 0;font-size:13px}
-.legend i{display:inline-block;width:12px;height:12px;margin-right:6px;border-radius:2px;background:currentColor}
-.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:0 24px}
-.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(180px,45%),1fr));gap:16px 20px;align-items:end}
-.plot{padding:22px 14px 36px 0}.grid .plot{padding:16px 0 14px}svg{display:block;overflow:visible}
-text{font-size:11px;fill:var(--ink);paint-order:stroke;stroke:var(--paper);stroke-width:3px}.dim{fill:var(--dim)}
-.grid text{stroke:none}.strong{fill:var(--paper)}.subject{font-weight:700}.empty{fill:var(--grid)}
-.cell{fill:color-mix(in srgb,var(--c1) calc(100%*var(--share)),var(--grid))}.pale{opacity:.35}
-rect,circle,polygon{fill:currentColor}polygon{opacity:.15}line,polyline{stroke:currentColor;fill:none;stroke-width:1.5}
-.dashed:is(line,polyline){stroke-dasharray:5 3}
-.legend .dashed{background:repeating-linear-gradient(90deg,currentColor 0 4px,transparent 4px 6px)}
-line.grid{stroke:var(--grid);stroke-width:1}.zero,.axis,.lead{stroke:var(--dim);stroke-width:1}.front{color:var(--c1)}
-circle.hollow{fill:var(--paper);stroke:currentColor;stroke-width:1.5}.c0{color:var(--ink)}.c1{color:var(--c1)}.c2{color:var(--c2)}
-.c3{color:var(--c3)}.c4{color:var(--c4)}.c5{color:var(--c5)}.c6{color:var(--c6)}
-@media print{body{zoom:.75;max-width:none}nav{display:none}.wide{overflow:visible}h2,h3,summary,.note,.legend{break-after:avoid}
-.grid>div,.plot,tr{break-inside:avoid}details::details-content{content-visibility:visible}}
-"""
+    "What was grown, where and when": _grown, "Seed funnel": _funnel, "Learning curves": _learning,
+    "Total cost": _costs}
