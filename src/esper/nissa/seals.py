@@ -2,6 +2,7 @@
 
 import hashlib
 import sqlite3
+from collections.abc import Mapping
 
 from esper.nissa.registry import CREATE, SCHEMA, TABLES
 
@@ -48,21 +49,20 @@ def damage(connection: sqlite3.Connection) -> str:
     if version_of(connection) != SCHEMA or tables_of(connection) != CREATE:
         return f"its tables are not those of schema {SCHEMA}"
     seals = dict(connection.execute(f"SELECT scope, digest FROM {SEAL}"))
-    rounds = len(seals.keys() - {ALL})
-    for number in range(rounds):
+    for scope, sealed in seals.items():
+        if scope != ALL and not scope.removeprefix("round ").isdigit() or digest(connection, scope) != sealed:
+            return f"the rows of {'all tables' if scope == ALL else scope} are not those that were sealed"
+    return "" if ALL in seals else _unsealed(connection, seals)
+
+
+def _unsealed(connection: sqlite3.Connection, seals: Mapping[str, str]) -> str:
+    """Every row belongs to a round that is sealed, and no round is missing."""
+    found = {number for table in filter(by_round, TABLES)
+             for (number,) in connection.execute(f"SELECT DISTINCT round FROM {table}")}
+    for number in sorted({*found, *range(max(found, default=0))}):
         if scope_of(number) not in seals:
             return f"{scope_of(number)} has no seal"
-    for scope, sealed in seals.items():
-        if digest(connection, scope) != sealed:
-            return f"the rows of {'all tables' if scope == ALL else scope} are not those that were sealed"
-    return "" if ALL in seals else _unsealed(connection, rounds)
-
-
-def _unsealed(connection: sqlite3.Connection, rounds: int) -> str:
-    """Only the round that a run is in has no seal yet, and the examination that ends it, which has the number
-    of the next."""
     for table in TABLES:
-        newer = f"round > {rounds + (table == 'exam')}" if by_round(table) else "true"
-        if table != SEAL and connection.execute(f"SELECT 1 FROM {table} WHERE {newer} LIMIT 1").fetchone():
+        if table != SEAL and not by_round(table) and connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
             return f"table {table} has rows that were never sealed"
     return ""

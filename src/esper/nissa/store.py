@@ -80,35 +80,15 @@ class Store:
         self.waiting.append((table, list(zip(*(whole.get(name, none) for name in metrics), strict=True))))
 
     def commit(self) -> None:
-        """Write what is waiting, all of it or nothing."""
-        self._commit("")
-
-    def seal(self, scope: str, number: int | None = None) -> None:
-        """Commit, and in the same transaction keep a digest of the rows of a round, `seal("round", 7)`, or of
-        every row, `seal("all")`, for `verify`. What is written later opens the seals that it touches."""
-        if (scope == "round") != (number is not None) or scope not in ("round", ALL):
-            raise EsperError(f'seal("round", number) or seal("all"), not {scope!r} with {number!r}')
-        self._commit(ALL if number is None else scope_of(number))
-
-    def rewind(self, number: int) -> None:
-        """Forget what was written from a round on, and its seals: a run resumed there writes it again."""
-        with self._writing():
-            for table in filter(by_round, TABLES):
-                first = number + (table == "exam")  # an examination has the number of the next round
-                self.connection.execute(f"DELETE FROM {table} WHERE round >= ?", (first,))
-            self.connection.execute(f"DELETE FROM {SEAL} WHERE scope = '{ALL}' OR "
-                                    "CAST(substr(scope, 7) AS INTEGER) >= ?", (number,))
-
-    def _commit(self, sealed: str) -> None:
+        """Write what is waiting, all of it or nothing, and seal it: digests of the rounds that it touches, or of
+        everything where there are no rounds."""
         rounds = {row[0] for table, rows in self.waiting if by_round(table) for row in rows}
-        opened = [(scope,) for scope in (*map(scope_of, rounds), ALL) if self.waiting]
         with self._writing():
             for table, rows in self.waiting:
                 marks = ", ".join("?" * len(TABLES[table]))
                 self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
-            self.connection.executemany(f"DELETE FROM {SEAL} WHERE scope = ?", opened)
-            if sealed:
-                row = sealed, digest(self.connection, sealed)
+            for scope in map(scope_of, rounds) if rounds else (ALL,) * bool(self.waiting):
+                row = scope, digest(self.connection, scope)
                 self.connection.execute(f"INSERT OR REPLACE INTO {SEAL} VALUES (?, ?)", row)
         self.waiting.clear()
 
@@ -134,8 +114,7 @@ def read(path: str | Path, query: str, *values: object) -> list[tuple[Any, ...]]
 
 
 def verify(path: str | Path) -> None:
-    """Raise if the store is damaged: its rows must be those that were sealed. Only the round that a run is in
-    need not be sealed yet."""
+    """Raise if the store is damaged: its rows must be those that were sealed."""
     try:
         with closing(_readable(path)) as connection:
             connection.execute("BEGIN")  # one moment of a store that is being written
