@@ -1,6 +1,7 @@
 """Tasks: real samples, fixed splits, a test split under lock, and one sentence for everything that can be wrong with a file."""
 
 import gzip
+import hashlib
 import json
 import random
 import re
@@ -8,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -28,7 +30,8 @@ from esper.tolaria.tasks import TASKS, Files, ProofKey, TaskData, add_data, load
 KEY = ProofKey("tests")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 BUILT_IN = ["mnist1d", "digits"]
-SMALL = (30, 10, 20)
+SMALL, FEW = (30, 10, 20), (40, 10, 10)
+CHECK_DIGEST = files._check_digest
 
 
 @pytest.fixture(scope="session")
@@ -54,15 +57,25 @@ def kept(generated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty data directory, and file tasks of a few samples without known checksums."""
+    """An empty data directory, and file tasks of a few samples whose checksums nobody knows."""
     monkeypatch.setenv("ESPER_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(files, "_check_digest", lambda *_: None)
     for name in ("mnist", "fashion", "cifar10"):
         source = TASKS[name].source
         assert isinstance(source, Files)
-        unknown = tuple(replace(file, digest="") for file in source.files)
-        monkeypatch.setitem(TASKS, name, replace(TASKS[name], sizes=(40, 10, 10) if name == "cifar10" else SMALL,
-                                                 source=replace(source, files=unknown, places=())))
+        monkeypatch.setitem(TASKS, name, replace(TASKS[name], sizes=FEW if name == "cifar10" else SMALL,
+                                                 source=replace(source, places=())))
     return tmp_path / "data"
+
+
+def known(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the files of this folder are the originals, and checksums are checked."""
+    source = TASKS[name].source
+    assert isinstance(source, Files)
+    originals = tuple(replace(file, sha256=hashlib.sha256((folder / file.name).read_bytes()).hexdigest())
+                      for file in source.files)
+    monkeypatch.setitem(TASKS, name, replace(TASKS[name], source=replace(source, files=originals)))
+    monkeypatch.setattr(files, "_check_digest", CHECK_DIGEST)
 
 
 def write_idx(folder: Path, pack: Callable[[bytes], bytes] = bytes, suffix: str = "") -> Path:
@@ -297,14 +310,60 @@ def test_bad_cifar_files_are_refused(file: str, harm: Callable[[bytes], bytes], 
     assert not data.exists()
 
 
-def test_mnist_is_known_by_its_checksum(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "write"), [("mnist", write_idx), ("cifar10", write_cifar)])
+def test_every_file_is_known_by_its_checksum(name: str, write: Callable[[Path], Path], data: Path,
+                                             tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flipped bit of any file, and a training batch in place of another or of the test batch."""
+    folder = write(tmp_path / name)
+    known(name, folder, monkeypatch)
+    source = TASKS[name].source
+    assert isinstance(source, Files)
+    for file in source.files:
+        content = (folder / file.name).read_bytes()
+        harmed = [content[:-1] + bytes([content[-1] ^ 1])]
+        if name == "cifar10":
+            other = "data_batch_2.bin" if "1" in file.name else "data_batch_1.bin"
+            harmed.append((folder / other).read_bytes())
+        for wrong in harmed:
+            (folder / file.name).write_bytes(wrong)
+            refused(name, folder, f"{file.name} has the wrong sha256 checksum")
+        (folder / file.name).write_bytes(content)
+    assert not data.exists()
+    add_data(name, folder)
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion", "cifar10"])
+def test_published_checksums_are_whole_and_differ(name: str) -> None:
+    source = TASKS[name].source
+    assert isinstance(source, Files)
+    digests = [file.sha256 for file in source.files]
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in digests)
+    assert len(set(digests)) == len(digests)
+    assert [file.part for file in source.files] == sorted((file.part for file in source.files), reverse=True)
+
+
+def test_made_up_files_are_not_mnist(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_idx(tmp_path / "mnist")
     monkeypatch.undo()
     monkeypatch.setenv("ESPER_DATA", str(data))
     refused("mnist", folder, "60000 x 28 x 28")
     monkeypatch.setitem(TASKS, "mnist", replace(TASKS["mnist"], sizes=SMALL))
-    refused("mnist", folder, "wrong md5 checksum")
+    refused("mnist", folder, "wrong sha256 checksum")
     assert not data.exists()
+
+
+@pytest.mark.parametrize(("name", "write"), [("mnist", write_idx), ("cifar10", write_cifar)])
+def test_a_gzip_bomb_is_not_unpacked(name: str, write: Callable[[Path], Path], data: Path,
+                                     tmp_path: Path) -> None:
+    """64 MiB of zeros behind the right content: a reader that unpacks them all holds as many bytes."""
+    folder = write(tmp_path / name)
+    file = folder / ("train-images-idx3-ubyte" if name == "mnist" else "data_batch_1.bin")
+    file.write_bytes(gzip.compress(file.read_bytes() + bytes(2**26), compresslevel=1))
+    tracemalloc.start()
+    refused(name, folder, "is too long: more than the")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**23
 
 
 @pytest.mark.parametrize(("name", "path", "message"), [

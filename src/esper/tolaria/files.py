@@ -28,11 +28,11 @@ Samples = tuple[NDArray[Any], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class DataFile:
-    """A published file: its name without .gz, the part it belongs to, and what its decompressed content hashes to."""
+    """A published file: its name without .gz, its part, and the SHA-256 of what it unpacks to."""
 
     name: str
     part: str
-    digest: str = ""  # "algorithm:hex"; empty where no original was at hand to compute it from
+    sha256: str
 
 
 def data_directory() -> Path:
@@ -105,15 +105,20 @@ def find_file(folder: Path, name: str) -> Path | None:
     return next((folder / n for n in (name, f"{name}.gz") if os.path.isfile(folder / n)), None)
 
 
-def _content(folder: Path, file: DataFile) -> tuple[Path, bytes]:
-    """A file's bytes, decompressed if they are gzipped, whatever its name says."""
+def _content(folder: Path, file: DataFile, size: int) -> tuple[Path, bytes]:
+    """A file's bytes, decompressed if they are gzipped, whatever its name says.
+
+    At most one byte more than the expected `size` is read: a small file can unpack to any length.
+    """
     path = find_file(folder, file.name)
     if path is None:
         raise EsperError(f"no {file.name} or {file.name}.gz in {folder}; "
                          "give esper tasks add-data the folder that holds the original files")
     try:
-        data = path.read_bytes()
-        return path, gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            return path, (gzip.GzipFile(fileobj=raw) if packed else raw).read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise EsperError(f"{path} is a damaged or truncated gzip file; replace it with the original") from error
     except OSError as error:
@@ -122,14 +127,13 @@ def _content(folder: Path, file: DataFile) -> tuple[Path, bytes]:
 
 def _check_size(path: Path, data: bytes, expected: int) -> None:
     if len(data) != expected:
-        kind = "truncated" if len(data) < expected else "too long"
-        raise EsperError(f"{path} is {kind}: {len(data)} bytes of {expected}, decompressed; replace it with the original")
+        kind = f"truncated: {len(data)} bytes of" if len(data) < expected else "too long: more than the"
+        raise EsperError(f"{path} is {kind} {expected} bytes, decompressed; replace it with the original")
 
 
-def _check_digest(path: Path, data: bytes, digest: str) -> None:
-    algorithm, _, expected = digest.partition(":")
-    if digest and hashlib.new(algorithm, data, usedforsecurity=False).hexdigest() != expected:
-        raise EsperError(f"{path} has the wrong {algorithm} checksum; replace it with the original")
+def _check_digest(path: Path, data: bytes, sha256: str) -> None:
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise EsperError(f"{path} has the wrong sha256 checksum; replace it with the original")
 
 
 def _check_labels(path: Path, labels: NDArray[np.int64], classes: int) -> None:
@@ -138,8 +142,13 @@ def _check_labels(path: Path, labels: NDArray[np.int64], classes: int) -> None:
                          "replace it with the original")
 
 
+def _idx_header(shape: tuple[int, ...]) -> bytes:
+    """0x08 says unsigned bytes; then come the dimensions."""
+    return struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)
+
+
 def _unpack_idx(path: Path, data: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    header = struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)  # 0x08 is unsigned byte; then the dimensions
+    header = _idx_header(shape)
     if data[:4] != header[:4]:
         raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind starts with "
                          f"{header[:4].hex()}; replace it with the original")
@@ -154,9 +163,9 @@ def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tupl
     """MNIST's format: a file of images and one of labels, in this order."""
     unpacked = []
     for file, shape in zip(files, ((count, *inputs[1:]), (count,)), strict=True):
-        path, data = _content(folder, file)
+        path, data = _content(folder, file, len(_idx_header(shape)) + math.prod(shape))
         unpacked.append(_unpack_idx(path, data, shape))
-        _check_digest(path, data, file.digest)
+        _check_digest(path, data, file.sha256)
     images, labels = unpacked[0].reshape(count, *inputs), unpacked[1].astype(np.int64)
     _check_labels(path, labels, classes)
     return images, labels
@@ -165,10 +174,11 @@ def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tupl
 def read_cifar(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...], classes: int) -> Samples:
     """CIFAR's format: files of equal length, joined in the order given; a record is its label byte, then its pixels."""
     width, batches = 1 + math.prod(inputs), []
+    size = count // len(files) * width
     for file in files:
-        path, data = _content(folder, file)
-        _check_size(path, data, count // len(files) * width)
-        _check_digest(path, data, file.digest)
+        path, data = _content(folder, file, size)
+        _check_size(path, data, size)
+        _check_digest(path, data, file.sha256)
         batches.append(np.frombuffer(data, np.uint8).reshape(-1, width))
         _check_labels(path, batches[-1][:, 0].astype(np.int64), classes)
     records = np.concatenate(batches)

@@ -171,11 +171,33 @@ class Files:
         return self.reader(folder, chosen, task.count(part), task.inputs, task.classes)
 
 
-def _idx(*digests: str) -> tuple[DataFile, ...]:
-    names = [("train-images-idx3-ubyte", TRAIN), ("train-labels-idx1-ubyte", TRAIN),
-             ("t10k-images-idx3-ubyte", TEST), ("t10k-labels-idx1-ubyte", TEST)]
-    return tuple(DataFile(name, part, digest) for (name, part), digest in zip(names, digests, strict=True))
+def _known(sums: str) -> tuple[DataFile, ...]:
+    """From lines of SHA-256 and name, as `sha256sum` prints them of decompressed files."""
+    rows = [line.split() for line in sums.strip().splitlines()]
+    tests = ("t10k", "test")
+    return tuple(DataFile(name, TEST if name.startswith(tests) else TRAIN, sha256) for sha256, name in rows)
 
+
+MNIST = _known("""
+    ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db  train-images-idx3-ubyte
+    65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5  train-labels-idx1-ubyte
+    0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7  t10k-images-idx3-ubyte
+    ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2  t10k-labels-idx1-ubyte
+""")
+FASHION = _known("""
+    c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888  train-images-idx3-ubyte
+    bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9  train-labels-idx1-ubyte
+    5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b  t10k-images-idx3-ubyte
+    0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34  t10k-labels-idx1-ubyte
+""")
+CIFAR10 = _known("""
+    cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5  data_batch_1.bin
+    a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed  data_batch_2.bin
+    bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67  data_batch_3.bin
+    014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48  data_batch_4.bin
+    755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add  data_batch_5.bin
+    8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b  test_batch.bin
+""")
 
 TASKS = {task.name: task for task in (
     Task("mnist1d", "conv1d", (1, 40), 10, (3_000, 1_000, 1_000),
@@ -184,17 +206,12 @@ TASKS = {task.name: task for task in (
     Task("digits", "mlp", (64,), 10, (1_000, 397, 400), "kNN and SVM about 97-98% (scikit-learn examples)",
          Generated("scikit-learn", "sklearn", _make_digits, "5575a4764b4cb8cb334b3e766d5633f250b4751c03bcfa4110ee6a3d461a3bb7")),
     Task("mnist", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "linear 88-92%, CNN above 99% (LeCun 1998 and later)",
-         Files(files.read_idx, _idx("md5:6bbc9ace898e44ae57da46a324031adb", "", "", ""))),
+         Files(files.read_idx, MNIST)),
     Task("fashion", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "small CNNs about 91-93% (Xiao 2017)",
-         Files(files.read_idx, _idx("sha256:c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-                                    "sha256:bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-                                    "sha256:5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-                                    "sha256:0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
-               places=("/usr/share/datasets/fashion-mnist",))),
+         Files(files.read_idx, FASHION, places=("/usr/share/datasets/fashion-mnist",))),
     Task("cifar10", "cnn", (3, 32, 32), 10, (45_000, 5_000, 10_000),
          "small CNNs about 75-85%, large ones above 95% (commonly reported)",
-         Files(files.read_cifar, (*(DataFile(f"data_batch_{i}.bin", TRAIN) for i in range(1, 6)),
-                                  DataFile("test_batch.bin", TEST)))),
+         Files(files.read_cifar, CIFAR10)),
 )}
 
 
