@@ -244,6 +244,58 @@ def test_cifar_batches_are_joined_in_order_and_scaled_per_channel(data: Path, tm
         torch.testing.assert_close(x, torch.full_like(x, (batch - 1.5) * step))
 
 
+def own_data(**changed: object) -> TaskData:
+    """A user's own samples for the mlp host of `digits`."""
+    x, y = torch.randn(12, 64, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 10
+    given: dict[str, object] = {"x": x[:8], "y": y[:8], "validation_x": x[8:], "validation_y": y[8:]}
+    return TaskData(TASKS["digits"], **(given | changed))  # type: ignore[arg-type]
+
+
+def test_own_data_may_be_arrays_and_any_whole_numbers() -> None:
+    expected = own_data()
+    for kind in (np.int8, np.uint8, np.int32, np.int64, np.float32):
+        y = expected.y.numpy().astype(kind)
+        x = expected.x.numpy().astype(">f8")[::-1].copy()
+        made = own_data(x=x[::-1], y=y, validation_x=expected.validation_x.tolist())
+        assert (made.x.dtype, made.y.dtype) == (torch.float32, torch.int64)
+        assert torch.equal(made.x, expected.x)
+        assert torch.equal(made.y, expected.y)
+        assert torch.equal(made.validation_x, expected.validation_x)
+    assert expected.x.data_ptr() == own_data(x=expected.x).x.data_ptr(), "what is right is not copied"
+    assert not own_data(x=expected.x.clone().requires_grad_()).x.requires_grad
+    frozen = expected.x.numpy().copy()
+    frozen.flags.writeable = False
+    assert torch.equal(own_data(x=frozen).x, expected.x)
+
+
+X, Y = torch.zeros(8, 64), torch.arange(8)
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"y": Y[:7]}, r"y has shape \[7\]; expected a label for each of 8 samples"),
+    ({"y": Y[:, None]}, r"y has shape \[8, 1\]"),
+    ({"x": X[:0], "y": Y[:0]}, r"x has shape \[0, 64\]; expected .* at least one sample"),
+    ({"validation_x": X[:0], "validation_y": Y[:0]}, r"validation_x has shape \[0, 64\]"),
+    ({"x": X[:, 0]}, r"x has shape \[8\]"),
+    ({"x": X[:, :3]}, r"a sample of x has shape \[3\], one of validation_x \[64\]"),
+    ({"y": Y + 0.5}, r"y is torch.float32 and holds numbers that are not whole; expected labels from 0 to 9"),
+    ({"y": torch.where(Y == 3, torch.nan, Y.float())}, "not whole"),
+    ({"y": Y - 1}, "y has labels from -1 to 6; expected 0 to 9"),
+    ({"y": Y + 3}, "y has labels from 3 to 10; expected 0 to 9"),
+    ({"y": ["a"] * 8}, "y is a list that holds no numbers"),
+    ({"x": None}, "x is a NoneType that holds no numbers"),
+    ({"x": X + 1j}, "x is torch.complex64; expected real numbers"),
+    ({"y": Y + 0j + 1j}, "not whole"),
+    ({"x": torch.where(X == 0, torch.nan, X)}, "x reaches from nan to nan; expected finite numbers"),
+    ({"validation_x": np.full((4, 64), -np.inf)}, "validation_x reaches from -inf to -inf"),
+    ({"x": X + 1.1e6}, "x reaches from 1.1e.06 to 1.1e.06; expected .*: standardise them"),
+])
+def test_own_data_that_cannot_be_learned_from_is_refused(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(EsperError, match=message) as caught:
+        own_data(**changed)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="dataset-fashion-mnist is not installed")
 def test_debians_fashion_mnist_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESPER_DATA", str(tmp_path / "data"))

@@ -49,9 +49,58 @@ class Task:
         return self.sizes[2] if part == TEST else self.sizes[0] + self.sizes[1]
 
 
+LARGEST = 1e6
+"""Size that no standardised input reaches; raw values or a division by almost nothing do."""
+
+
+def _tensor(name: str, values: Any) -> Tensor:
+    """The memory of a tensor, and a copy of anything else that NumPy reads as numbers."""
+    if isinstance(values, Tensor):
+        return values.detach()
+    try:
+        array = np.asarray(values)
+        return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
+    except (TypeError, ValueError) as error:
+        raise EsperError(f"{name} is a {type(values).__name__} that holds no numbers; "
+                         "give a tensor or a NumPy array") from error
+
+
+def _checked_inputs(name: str, values: Any) -> Tensor:
+    """float32 [n, *inputs], finite and of a size that can be learned from."""
+    x = _tensor(name, values)
+    if x.dim() < 2 or not x.numel():
+        raise EsperError(f"{name} has shape {list(x.shape)}; expected [samples, *inputs], at least one sample")
+    if x.is_complex():
+        raise EsperError(f"{name} is {x.dtype}; expected real numbers")
+    x = x.to(torch.float32)
+    low, high = (float(value) for value in x.aminmax())
+    if not -LARGEST <= low <= high <= LARGEST:  # nor if it is no number
+        raise EsperError(f"{name} reaches from {low:.3g} to {high:.3g}; expected finite numbers of at most "
+                         f"{LARGEST:.0e} in size: standardise them")
+    return x
+
+
+def _checked_labels(name: str, values: Any, samples: int, classes: int) -> Tensor:
+    """int64 [samples] in 0 to classes - 1; whole numbers of any type are taken."""
+    y = _tensor(name, values)
+    if y.shape != (samples,):
+        raise EsperError(f"{name} has shape {list(y.shape)}; expected a label for each of {samples} samples")
+    whole = y.to(torch.int64) if not y.is_complex() else y.new_zeros(samples, dtype=torch.int64)
+    if not torch.equal(whole.to(y.dtype), y):
+        raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
+                         f"expected labels from 0 to {classes - 1}")
+    low, high = (int(value) for value in whole.aminmax())
+    if low < 0 or high >= classes:
+        raise EsperError(f"{name} has labels from {low} to {high}; expected 0 to {classes - 1}")
+    return whole
+
+
 @dataclass(frozen=True)
 class TaskData:
-    """A task's open splits. The test split is not here, nor in the memory behind these tensors."""
+    """A task's open splits. The test split is not here, nor in the memory behind these tensors.
+
+    NumPy arrays and other number types become the tensors named below; what cannot be learned is refused.
+    """
 
     task: Task
     x: Tensor
@@ -60,6 +109,16 @@ class TaskData:
     """int64 [n]."""
     validation_x: Tensor
     validation_y: Tensor
+
+    def __post_init__(self) -> None:
+        for split in ("", "validation_"):
+            x = _checked_inputs(f"{split}x", getattr(self, f"{split}x"))
+            y = _checked_labels(f"{split}y", getattr(self, f"{split}y"), len(x), self.task.classes)
+            object.__setattr__(self, f"{split}x", x)
+            object.__setattr__(self, f"{split}y", y)
+        if self.x.shape[1:] != self.validation_x.shape[1:]:
+            raise EsperError(f"a sample of x has shape {list(self.x.shape[1:])}, one of validation_x "
+                             f"{list(self.validation_x.shape[1:])}; both must be alike")
 
 
 @dataclass(frozen=True)
