@@ -1,6 +1,6 @@
 """What does a trained controller look at? Blind it to one group of fields at a time, or empty its memory before each step.
 
-    python experiments/ablation.py runs/mnist1d-0 runs/mnist1d-1 runs/mnist1d-2 --device cuda
+    python -m experiments.ablation runs/mnist1d-0 runs/mnist1d-1 runs/mnist1d-2 --device cuda
 
 A blinded field is zero, which is the mean of what is scaled. Controllers were trained with everything, so this says what they
 use, not what could be learned without it. Validation scenarios that no training was examined on.
@@ -20,8 +20,7 @@ from esper.simic.proving import SPARE
 from esper.simic.trials import Trials
 from esper.tamiyo import Controller, Learned, Normaliser, Wait
 from esper.tolaria import PreviewConfig
-
-from shared import parser, write  # isort: skip
+from experiments.shared import parser, write
 
 GROUPS = {
     "scores": {"row": ("measured", "scores", "gap", "moving", "slopes")},

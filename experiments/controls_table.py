@@ -1,6 +1,6 @@
 """Does every control do what its name says, and does it differ from the others?
 
-    python experiments/controls_table.py --family mlp --scenarios 64
+    python -m experiments.controls_table --family mlp --scenarios 64
 
 Each control is played with a witness that keeps what it saw when it germinated. One statistic per control says that it behaves
 as named; pairs of controls are compared by the share of scenarios in which they decided differently.
@@ -21,11 +21,7 @@ from esper.simic.sweep import conditions, observe_early
 from esper.simic.trials import Decision, Delivered, Trials
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Family, PreviewConfig, Scenarios, find_family
-
-if __package__:
-    from experiments.shared import parser, write
-else:
-    from shared import parser, write
+from experiments.shared import parser, write
 
 _LOSS, _TRAIN = SCORES.index("loss"), SCORES.index("train_loss")
 

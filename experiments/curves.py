@@ -1,6 +1,6 @@
 """Learning curves of runs, and how they ended beside the heuristic, on the same validation scenarios.
 
-    python experiments/curves.py cpu-mlp runs/mlp-0 runs/mlp-1 runs/mlp-2
+    python -m experiments.curves cpu-mlp runs/mlp-0 runs/mlp-1 runs/mlp-2
 
 Reads run stores; `esper train` with a preset makes them.
 """
@@ -13,11 +13,7 @@ import numpy as np
 
 from esper.nissa import read
 from esper.simic.court import interval
-
-if __package__:
-    from experiments.shared import parser, write
-else:
-    from shared import parser, write
+from experiments.shared import parser, write
 
 
 def curve(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Does the demo's training improve, whatever its seed? The mean utility of its last third of rounds against its first.
 
-    python experiments/demo_runs.py --seeds 10
+    python -m experiments.demo_runs --seeds 10
 
 Runs `esper demo` with few held-out scenarios, two at a time with one thread each.
 """
@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from esper.nissa import read
-
-from shared import parser, write  # isort: skip
+from experiments.shared import parser, write
 
 
 def demo(seed: int) -> dict[str, float]:

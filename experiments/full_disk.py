@@ -1,6 +1,6 @@
 """Is anything lost when the disk is full? Runs on a small file system that is almost full, each resumed once there is room.
 
-    mount -t tmpfs -o size=16m tmpfs DIR; python experiments/full_disk.py DIR
+    mount -t tmpfs -o size=16m tmpfs DIR; python -m experiments.full_disk DIR
 
 Every run must stop with exit code 2 and one sentence, and end with the agent of a run that had room from the start.
 """
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shared import parser, write
+from experiments.shared import parser, write
 
 CODE = "import sys, torch; torch.set_num_threads(1); from esper.cli import main; sys.exit(main(sys.argv[1:]))"
 ROOM = (0, 16, 64, 96, 128, 256, 2048, 3072, 4096)
@@ -63,7 +63,8 @@ def main() -> None:
         assert agent == expected, f"{room} KiB: another agent"
         said[f"{room} KiB"] = told
         print(f"{room:5} KiB free: {told}; the same agent in the end", flush=True)
-    write(options, "full_disk", {"command": "python experiments/full_disk.py DIR", "same agent": len(said), "said": said})
+    result = {"command": "python -m experiments.full_disk DIR", "same agent": len(said), "said": said}
+    write(options, "full_disk", result)
 
 
 if __name__ == "__main__":

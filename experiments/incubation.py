@@ -1,6 +1,6 @@
 """Is it worth letting a seed learn before it is blended in? Shadow rows, straight-through ghosts, and no learning at all.
 
-    python experiments/incubation.py --device cuda
+    python -m experiments.incubation --device cuda
 
 Every arm germinates the same seed in the same epoch, lets it incubate for 1 or 3 epochs, blends it within 3 epochs and keeps it.
 In the arm "fresh" the seed takes its newborn weights again in the moment it is blended, so its incubation taught it nothing.
@@ -8,13 +8,13 @@ All arms share scenarios (init, data order); differences are paired. Writes expe
 """
 
 import torch
-from shared import parser, write
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage
 from esper.simic.sweep import delivered, full_spec, grid
 from esper.tamiyo import Scripted, entry
 from esper.tolaria import FAMILIES, MorphogeneticEnv
+from experiments.shared import parser, write
 
 SEEDS = {"mnist1d": ("conv_heavy", "mixer"), "mlp": ("mlp_heavy", "glu"), "fashion": ("conv_heavy", "depthwise")}
 GERMINATE = 2

@@ -1,6 +1,6 @@
 """Kill an environment with SIGKILL at random moments and continue it from its checkpoint: nothing may differ.
 
-    python experiments/kill_resume.py --trials 20
+    python -m experiments.kill_resume --trials 20
 
 Each trial is killed up to three times; what it leaves in the end must equal the uninterrupted run byte for byte.
 """
@@ -39,7 +39,7 @@ def work(path: Path) -> None:
 
 
 def start(path: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, __file__, "--work", str(path)]
+    command = [sys.executable, "-m", "experiments.kill_resume", "--work", str(path)]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert job.stdout is not None
     job.stdout.readline()

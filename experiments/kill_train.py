@@ -1,6 +1,6 @@
 """Is anything lost when training is killed? One run straight through, one killed at random moments and resumed each time.
 
-    python experiments/kill_train.py --kills 10
+    python -m experiments.kill_train --kills 10
 """
 
 import random
@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 from esper.nissa import read
-
-from shared import parser, write  # isort: skip
+from experiments.shared import parser, write
 
 CODE = "import sys, torch; torch.set_num_threads(1); from esper.cli import main; sys.exit(main(sys.argv[1:]))"
 

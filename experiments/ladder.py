@@ -1,6 +1,6 @@
 """Does the learner learn? Small worlds with known answers, several seeds, both kinds of ratio.
 
-    python experiments/ladder.py --seeds 5
+    python -m experiments.ladder --seeds 5
 
 (a) bandit: an op that starts at 1 % probability, one slot and one blueprint are right. (b) cartpole: positions only, with
 and without memory. (c) garden: a lifecycle solved exactly by dynamic programming, in three units of reward;
@@ -23,15 +23,9 @@ from esper.leyline import LifecycleOp
 from esper.simic import Collector, PPOAgent, PPOConfig
 from esper.simic.training import Training, learn
 from esper.tamiyo import Controller, Learned, NetworkConfig
-
-if __package__:
-    from experiments.orchard import FAMILY, OrchardConfig, optimum
-    from experiments.shared import parser, write
-    from experiments.toys import Bandit, CartPole, Garden, Lottery
-else:
-    from orchard import FAMILY, OrchardConfig, optimum
-    from shared import parser, write
-    from toys import Bandit, CartPole, Garden, Lottery
+from experiments.orchard import FAMILY, OrchardConfig, optimum
+from experiments.shared import parser, write
+from experiments.toys import Bandit, CartPole, Garden, Lottery
 
 PASSED = {"bandit": ("reward", 0.9, 1.0), "garden": ("share", 0.95, 1.01), "orchard": ("share", 0.9, 1.0001),
           "cartpole": ("reached", 450, 500), "cartpole, no memory": ("reached", 0, 150)}

@@ -1,6 +1,6 @@
 """Static hosts on MNIST-1D against the table of its paper (Greydanus & Kobak, 2024): our trainer, their sizes.
 
-    python experiments/paper_table.py --device cuda
+    python -m experiments.paper_table --device cuda
 
 4,000 training samples, batch 100, 150 epochs (6,000 steps), several inits of each host, ordered and shuffled sequences, all
 trained side by side. Writes experiments/results/paper_table.json.
@@ -9,7 +9,6 @@ trained side by side. Writes experiments/results/paper_table.json.
 from dataclasses import replace
 
 import torch
-from shared import parser, write
 from torch import nn
 
 from esper.kasmina import HOSTS, Host
@@ -17,6 +16,7 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, SeedKind
 from esper.kasmina.lift import Nothing
 from esper.tamiyo import Wait
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, ProofKey, load_task, open_test, play
+from experiments.shared import parser, write
 
 HOSTS["linear"] = replace(HOSTS["mlp"], stage=lambda inputs, outputs, taps: nn.Linear(inputs, outputs))
 BLUEPRINTS["linear", "noop"] = Blueprint("noop", lambda shape: Nothing(), ("linear",), SeedKind.NOTHING)

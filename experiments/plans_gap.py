@@ -1,6 +1,6 @@
 """What is left to decide once plans may do what a controller may? Validation scenarios and samples only; no proof.
 
-    python experiments/plans_gap.py runs/mlp-0 runs/mlp-1 runs/mlp-2 --controls experiments/proof/mlp/controls.json
+    python -m experiments.plans_gap runs/mlp-0 runs/mlp-1 runs/mlp-2 --controls controls.json
 
 Plans and rule are those of a proof's tuning, or else searched with the least episodes there are (`esper.simic.plans`); they are
 played beside the controllers of these runs on validation scenarios that no training was examined on.
@@ -20,9 +20,7 @@ from esper.simic.proving import REHEARSAL
 from esper.simic.trials import Trials
 from esper.tamiyo import Learned, Wait
 from esper.tolaria import PreviewConfig, find_family
-
-from shared import parser, write  # isort: skip
-
+from experiments.shared import parser, write
 
 Utilities = dict[str, torch.Tensor]
 """name -> [n]"""

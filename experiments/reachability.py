@@ -1,6 +1,6 @@
 """How often does a random policy take a seed from germination to fossil, with default gates?
 
-    python experiments/reachability.py --family mnist1d --episodes 64
+    python -m experiments.reachability --family mnist1d --episodes 64
 """
 
 import argparse

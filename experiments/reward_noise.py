@@ -1,6 +1,6 @@
 """How much of a step's reward is noise? One scripted seed against its twin, measured on two halves of the validation slice.
 
-    python experiments/reward_noise.py
+    python -m experiments.reward_noise
 
 Signal: what the seed earns, by step and by episode. Noise: half the difference between the two halves, as its spread over
 scenarios. Pairing: by how much the variance of a gain shrinks when it is taken against the twin of the same init and data
@@ -19,8 +19,7 @@ from esper.simic.sweep import DECIDE_AT, full_spec, grid, seed_script
 from esper.tamiyo import Scripted
 from esper.tolaria import FAMILIES, Family, MorphogeneticEnv, Scores
 from esper.tolaria.evaluation import evaluate
-
-from shared import parser, write  # isort: skip
+from experiments.shared import parser, write
 
 HEADER = f"""{'':20}{'episode':>26}{'step':>20}{'pairing':>14}
 {'family, score':20}  mean  spread  noise  s/n  spread  noise  s/n  episode step"""
@@ -79,7 +78,7 @@ def main() -> None:
     options_of.add_argument("--inits", type=int, default=8)
     options = options_of.parse_args()
     words = f"--inits {options.inits} --device {options.device}"
-    result: dict[str, object] = {"command": f"python experiments/reward_noise.py {words}"}
+    result: dict[str, object] = {"command": f"python -m experiments.reward_noise {words}"}
     print(HEADER)
     for name in SEEDS:
         family, began = FAMILIES[name], time.perf_counter()

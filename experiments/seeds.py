@@ -1,6 +1,6 @@
 """Train several seeds side by side, in processes of their own, for a limited time; run it again to go on.
 
-    python experiments/seeds.py mnist1d 0 1 2 --preset gpu --seconds 520 --runs runs
+    python -m experiments.seeds mnist1d 0 1 2 --preset gpu --seconds 520 --runs runs
 
 Runs lie in RUNS/FAMILY-SEED, with what they print beside them. On CUDA start the MPS daemon first (`nvidia-cuda-mps-control -d`):
 without it processes take turns on the device. A run stops after the round that it is in.

@@ -1,6 +1,6 @@
 """Put trained controllers into the package as one mind.
 
-    python experiments/ship.py tamiyo-small --member runs/mlp-1 experiments/results/tuned-mlp.json - --member ...
+    python -m experiments.ship tamiyo-small --member runs/mlp-1 controls.json - --member ...
 
 Each member is the folder of a run that is over, the controls that were tuned for its family (`controls.json` of a proof), and the
 proof.json that names it, or - if nothing was proven about it.
@@ -17,8 +17,7 @@ from esper.runs import STORE, stored, trained
 from esper.simic.controls import Tuned
 from esper.simic.controls import about as digest_of
 from esper.tamiyo.minds import FOLDER, Member, write_mind
-
-from shared import parser  # isort: skip
+from experiments.shared import parser
 
 
 def member(folder: Path, controls: Path, proof: str) -> Member:

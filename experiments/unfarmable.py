@@ -1,6 +1,6 @@
 """Can a reward be farmed? Random legal decisions with seeds that compute nothing, then a hill-climb from the best.
 
-    python experiments/unfarmable.py --rows 500 --rounds 20
+    python -m experiments.unfarmable --rows 500 --rounds 20
 
 Every sequence is one episode; the best return found must not be positive.
 """
@@ -14,11 +14,7 @@ from esper.simic.growth import Growth
 from esper.simic.rewards import REWARDS
 from esper.tamiyo import Random
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, TaskData, Twins
-
-if __package__:
-    from experiments.shared import parser, write
-else:
-    from shared import parser, write
+from experiments.shared import parser, write
 
 HORIZON = 12
 FAMILY = Family("null", "mnist1d", Host("mlp", widths=(8, 8)), (Kind("plain"),), prices=(0.0, 1e-4), flop_prices=(0.0, 0.01),

@@ -1,6 +1,6 @@
 """Does a controller lead hosts that it has never seen? Twice the slots, twice the width, half again the horizon.
 
-    python experiments/zero_shot.py tamiyo-small --family mnist1d --device cuda
+    python -m experiments.zero_shot tamiyo-small --family mnist1d --device cuda
 
 Validation scenarios that no training was examined on, and validation samples; every arm on the same scenarios.
 """
@@ -16,8 +16,8 @@ from esper.simic.trials import Trials
 from esper.tamiyo import Learned, Random, Wait
 from esper.tamiyo.minds import member_for, read_mind, shipped
 from esper.tolaria import Family, PreviewConfig, find_family
+from experiments.shared import parser, write
 
-from shared import parser, write  # isort: skip
 
 def deeper(family: Family) -> Family:
     """Every stage twice; what is wrong with a stage is wrong with both. Extents are halved as often as before."""
