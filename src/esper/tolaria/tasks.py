@@ -69,7 +69,8 @@ def _checked_inputs(name: str, values: Any) -> Tensor:
     """float32 [n, *inputs], finite and of a size that can be learned from."""
     x = _tensor(name, values)
     if x.dim() < 2 or not x.numel():
-        raise EsperError(f"{name} has shape {list(x.shape)}; expected [samples, *inputs], at least one sample")
+        raise EsperError(f"{name} has shape {list(x.shape)}; "
+                         "expected [samples, *inputs] and at least one sample")
     if x.is_complex():
         raise EsperError(f"{name} is {x.dtype}; expected real numbers")
     x = x.to(torch.float32)
