@@ -8,26 +8,20 @@ meanwhile another process asks again and again how the run is doing.
 
 import multiprocessing
 import os
-import platform
 import sqlite3
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
+from common import Results, timed
 from esper.karn import summary
 from esper.leyline import LifecycleOp
 from esper.nissa import TABLES, Store
-
-if __package__:
-    from benchmarks.population import publisher
-else:
-    from population import publisher
 
 ROWS, EPOCHS, ROUNDS = 256, 30, 10
 PAUSE = 0.01
@@ -69,14 +63,8 @@ def watch(path: Path, pipe: Connection) -> None:
     seconds = []
     pipe.send("ready")
     while not pipe.poll(PAUSE):
-        seconds.append(timed(lambda: summary(path, ROUNDS)))
+        seconds.append(timed(lambda: summary(path, ROUNDS), "cpu"))
     pipe.send(seconds)
-
-
-def timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def measure(path: Path) -> dict[str, Any]:
@@ -90,8 +78,8 @@ def measure(path: Path) -> dict[str, Any]:
     assert mine.recv() == "ready"
     for round in range(ROUNDS):
         for epoch in range(1, EPOCHS + 1):
-            seconds["prepare"].append(timed(lambda r=round, e=epoch: write_epoch(store, r, e)))
-            seconds["commit"].append(timed(store.commit))
+            seconds["prepare"].append(timed(lambda r=round, e=epoch: write_epoch(store, r, e), "cpu"))
+            seconds["commit"].append(timed(store.commit, "cpu"))
         write_round(store, round)
         store.commit()
     mine.send("stop")
@@ -107,14 +95,14 @@ def measure(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    publish = publisher(__doc__)
+    results = tyro.cli(Results, description=__doc__)
     torch.manual_seed(0)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder) / "run.db")
-    about = {"bench": "store", "environments": ROWS, "epochs": EPOCHS, "rounds": ROUNDS, "lines": LINES, "load_before": load,
-             "python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
-    publish("store", "cpu", about | result)
+    about = {"bench": "store", "environments": ROWS, "epochs": EPOCHS, "rounds": ROUNDS, "lines": LINES,
+             "load_before": load, "sqlite": sqlite3.sqlite_version}
+    results.publish("store", about | result | results.stamp("cpu"))
     print(result, flush=True)
 
 

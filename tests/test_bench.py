@@ -1,15 +1,135 @@
-"""The benchmark compares what it says it compares."""
+"""The benchmarks run as commands, and compare what they say they compare."""
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import env, population, rl
+from benchmarks.population import PopulationBench, random_topology
 
-from esper.bench import Loop, PopulationBench, random_topology, run_population_bench
+from common import Bench, Loop, asked, main
 from esper.kasmina import Host, OptimConfig, Population
+from esper.kasmina.devices import check_device
+from esper.leyline import EsperError
 from tests.reference import batch, small_hosts
+
+SCRIPTS = Path(__file__).parent.parent / "benchmarks"
+TINY = {
+    "population": "--host mlp --rows 4 --batch 5 --steps 2 --rounds 2 --warm-up 1",
+    "env": "--host mlp --rows 3 --samples 200 --rounds 1",
+    "rl": "--rows 4 --steps 6 --episode 4 --minibatches 2 --hidden 8 --updates 1",
+}
+BENCHES = {"population": (population, PopulationBench), "env": (env, env.EnvBench), "rl": (rl, rl.RLBench)}
+EXPECTED = {"population": ("structural_seconds", "rounds_samples_per_second"),
+            "env": ("tight_ratio", "counterfactuals", "peak_memory_bytes"), "rl": ("reference", "parameters")}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_benchmark_ends_with_one_json_object(name: str) -> None:
+    command = [sys.executable, "-W", "error", str(SCRIPTS / f"{name}.py"), *TINY[name].split(), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    *lines, last = done.stdout.strip().splitlines()
+    result = json.loads(last)
+    assert result["ratio"] > 0
+    assert result["bench"] == name
+    assert result["device"] == "cpu"
+    assert set(EXPECTED[name]) | {"date", "commit", "hardware", "torch", "python"} <= set(result)
+    assert any("│" in line for line in lines), "a table"
+    assert max(map(len, lines)) <= 80
+
+
+def test_published_figures_are_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--write", "--out", str(tmp_path / "new"), "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", ["population.py", *words])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    seen = []
+
+    def measure(config: PopulationBench) -> dict[str, object]:
+        seen.append(config.host)
+        return {"ratio": 2.0} | config.sizes()
+
+    assert main(PopulationBench, measure, lambda result: result["host"], population.PUBLISHED) == 0
+    assert seen == ["conv1d", "mlp"]
+    results = {path.name: json.loads(path.read_text()) for path in (tmp_path / "new").iterdir()}
+    assert set(results) == {"population-conv1d-cpu-float32.json", "population-mlp-cpu-float32.json"}
+    assert all(result["commit"] == "abc" and "out" not in result for result in results.values())
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_committed_result_can_be_measured_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, kind = BENCHES[name]
+    monkeypatch.setattr(module, "check_device", lambda device: None)
+    names = [replace(kind(), **sizes).name for many in module.PUBLISHED.values() for sizes in many]
+    assert len(set(names)) == len(names)
+    committed = {path.stem for path in (SCRIPTS / "results").glob(f"{name}-*.json")}
+    assert committed
+    assert committed <= set(names)
+
+
+@pytest.mark.parametrize(("name", "words", "message"), [
+    ("population", "--rows 0", "--rows"),
+    ("population", "--dtype int8", "no --dtype 'int8'; choose from"),
+    ("population", "--loop-rows 65", "--loop-rows cannot exceed --rows"),
+    ("population", "--host rnn", "'rnn'"),
+    ("population", "--device abacus", "no device 'abacus' here"),
+    ("population", "--rows 3 --write", "leave out all sizes"),
+    ("env", "--host cnn", "no --host 'cnn'"),
+    ("env", "--rows 0", "--rows"),
+    ("env", "--samples 5", "--samples must be 100 to 3000"),
+    ("env", "--rows 2 --loop-rows 3", "--loop-rows"),
+    ("rl", "--episode -1", "--episode"),
+    ("rl", "--rows 7", "--rows 7 cannot be cut into 4 equal minibatches"),
+    ("rl", "--hidden 0", "--hidden"),
+])
+def test_bad_options_exit_with_2_and_one_sentence(name: str, words: str, message: str,
+                                                  monkeypatch: pytest.MonkeyPatch,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    module, kind = BENCHES[name]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words.split()])
+    assert main(kind, module.measure, module.show, module.PUBLISHED) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"{name}.py: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_write_the_command_line_is_measured() -> None:
+    assert asked(Bench(), {}) == [{}]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:7", "cuda", "cpu:0", "mps", "", "nonsense", None])
+def test_a_device_that_is_not_there_is_one_sentence(device: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(EsperError) as caught:
+        check_device(device)  # type: ignore[arg-type]
+    assert str(caught.value) == f"no device {str(device)!r} here; choose from cpu"
+
+
+def test_devices_that_are_there_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cpu", "cuda", "cuda:0", "cuda:1", torch.device("cuda", 1)):
+        check_device(device)
+    with pytest.raises(EsperError, match=r"no device 'cuda:7' here; choose from cpu, cuda, cuda:0, cuda:1$"):
+        check_device("cuda:7")
+
+
+def test_the_loop_of_sequences_learns_the_same() -> None:
+    """So the ratio compares two ways of the same update."""
+    config = rl.RLBench(rows=6, steps=8, episode=5, minibatches=2, hidden=8)
+    whole, pieces = rl.Learner(config), rl.Learner(config, pieces=3)
+    before = whole.agent.network.op_head[0].weight.detach().clone()
+    for learner in (whole, pieces):
+        learner.seconds()
+    expected = dict(pieces.agent.network.named_parameters())
+    for name, parameter in whole.agent.network.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-5)
+    assert float((whole.agent.network.op_head[0].weight.detach() - before).abs().max()) > 1e-3
 
 
 def test_the_loop_trains_the_same_hosts_in_the_same_way() -> None:
@@ -30,8 +150,9 @@ def test_the_loop_trains_the_same_hosts_in_the_same_way() -> None:
 
 def test_every_round_redraws_its_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = []
-    monkeypatch.setattr("esper.bench.random_topology", lambda *args: (draws.append(1), random_topology(*args)))
-    run_population_bench(PopulationBench(host="mlp", rows=2, batch=3, steps=1, rounds=3, warm_up=2), lambda line: None)
+    drawn = random_topology
+    monkeypatch.setattr(population, "random_topology", lambda *args: (draws.append(1), drawn(*args)))
+    population.measure(PopulationBench(host="mlp", rows=2, batch=3, steps=1, rounds=3, warm_up=2))
     assert len(draws) == 2 + 2 * 3  # warm-up, and once for each way in each round
 
 

@@ -1,12 +1,13 @@
-"""Devices by name."""
+"""Where tensors may live on this machine."""
 
 import torch
 
 from esper.leyline import EsperError
 
 
-def check_device(device: str) -> None:
-    """One sentence for a device that is not here."""
-    here = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    if device not in (*here, *(["cuda"] if len(here) > 1 else [])):
-        raise EsperError(f"no device {device!r} here; choose from {', '.join(here)}")
+def check_device(device: str | torch.device) -> None:
+    """Refuse, in one sentence, what is neither the CPU nor a CUDA device that is there."""
+    found = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    choices = ["cpu", *["cuda"] * bool(found), *found]
+    if str(device) not in choices:
+        raise EsperError(f"no device {str(device)!r} here; choose from {', '.join(choices)}")
