@@ -1,0 +1,528 @@
+"""Write docs/results.md, docs/speed.md and README.md's table of results from the committed JSON.
+
+    python -m experiments.tables            # write them
+    python -m experiments.tables --check    # exit 1 if one of them is not what the JSON gives
+
+Every figure in a table comes from a result file. Figures in the prose below come from measurements that
+have no result file; the page says so where it shows them. Standard library only.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+FAMILIES = ("mlp", "mnist1d", "fashion")
+START, END = "<!-- table: python -m experiments.tables -->", "<!-- end of table -->"
+
+Json = dict[str, Any]
+
+HALF = "best per visible condition and oracle"
+CONTROLS = {
+    "best per visible condition": "best plan for each price and horizon",
+    "best rule": "best rule on what is observed",
+    HALF: "half way from best visible plan to oracle",
+}
+ASKED = {"beats": "beat it", "matches": "lose by less than 1 point", "half": "reach it", "reported": "nothing"}
+ARMS = (
+    "no growth", "random", "heuristic", "periodic", "converged", "gap", "best fixed",
+    "best per visible condition", "best rule", "learned", "oracle", "shuffled",
+    "from scratch, equal epochs", "from scratch, equal FLOPs", "wider host",
+)
+
+
+# Reading and formatting
+
+
+def read(path: str) -> Json:
+    return json.loads((ROOT / path).read_text())
+
+
+def proofs() -> dict[str, Json]:
+    return {family: read(f"experiments/proof/{family}/proof.json") for family in FAMILIES}
+
+
+def benches(kind: str) -> list[Json]:
+    """Result files of one benchmark: CPU before CUDA, then by name."""
+    folder = ROOT / "benchmarks" / "results"
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{kind}-*.json"))]
+    return sorted(found, key=lambda result: result["device"])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *(list(row) for row in rows)]
+    assert all(len(line) == len(head) for line in lines), "a row has as many cells as the head"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def interval(mean: float, low: float, high: float) -> str:
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def claimed(claim: Json) -> str:
+    return interval(*(100 * claim[name] for name in ("difference", "low", "high")))
+
+
+def origin(result: Json) -> list[str]:
+    """Cells for hardware and for date and commit."""
+    hardware = result["hardware"]
+    if "bench" in result and "torch" in result:
+        hardware += f", torch {result['torch']}"
+    return [hardware, f"{result['date']}, {result['commit']}"]
+
+
+# Proofs
+
+
+def pooled(proof: Json) -> dict[str, Json]:
+    """arm -> its row of the summary, averaged over controllers."""
+    return {row["arm"]: row for row in proof["summary"] if row["controller"] == "pooled"}
+
+
+def each_claim(proof: Json) -> list[Json]:
+    return [claim for claim in proof["claims"] if claim["controller"] != "pooled"]
+
+
+def least(proof: Json, control: str) -> Json:
+    """The claim of the controller that is least above a control."""
+    claims = (claim for claim in each_claim(proof) if claim["control"] == control)
+    return min(claims, key=lambda claim: claim["difference"])
+
+
+def proof_runs() -> str:
+    def row(family: str, proof: Json) -> list[str]:
+        trained = [controller["episodes"] for controller in proof["controllers"].values()]
+        tuned = [arm["episodes"] for arm in proof["summary"] if arm["episodes"] and arm["arm"] != "learned"]
+        report = f"[proof.html](../experiments/proof/{family}/proof.html)"
+        return [f"`{family}`", f"{len(trained)} with {min(trained):,} episodes each", f"{min(tuned):,} or more",
+                str(proof["scenarios"]), f"{100 * proof['effect']:.0f} points", proof["verdict"], *origin(proof), report]
+
+    head = ["family", "controllers", "episodes per tuned control", "test scenarios", "effect the power rule asks for",
+            "verdict", "hardware", "date, commit", "report"]
+    return table(head, (row(*item) for item in proofs().items()))
+
+
+def proof_claims() -> str:
+    found = proofs()
+    asked = {claim["control"]: claim["asked"] for claim in each_claim(found["mlp"])}
+    rows = ([CONTROLS.get(control, control), ASKED[ask], *(claimed(least(found[f], control)) for f in FAMILIES)]
+            for control, ask in asked.items())
+    return table(["control", "a controller must", *(f"`{family}`" for family in FAMILIES)], rows)
+
+
+def proof_half_way() -> str:
+    rows = []
+    for family, proof in proofs().items():
+        arms = pooled(proof)
+        way = arms["oracle"]["utility"] - arms["best per visible condition"]["utility"]
+        for claim in each_claim(proof):
+            if claim["control"] == HALF:
+                share = 0.5 + claim["difference"] / way
+                passed = ["yes" if claim[name] >= 0 else "no" for name in ("difference", "low")]
+                rows.append([f"`{family}`", claim["controller"], f"{100 * share:.0f} %", claimed(claim), *passed])
+    head = ["family", "controller", "share of the way", "points past half way", "mean is past it (asked then)",
+            "whole interval is past it (asked now)"]
+    return table(head, rows)
+
+
+def proof_arms(family: str) -> str:
+    arms = pooled(read(f"experiments/proof/{family}/proof.json"))
+    rows = ([CONTROLS.get(arm, arm), f"{100 * row['gain']:+.1f}", f"{100 * row['score']:.1f} %", f"{row['params']:,.0f}",
+             f"{row['flops']:.2f}", f"{row['episodes']:,}" if row["episodes"] else ""]
+            for arm in ARMS for row in (arms[arm],))
+    return table(["arm", "points above no growth", "accuracy", "grown parameters", "FLOPs", "episodes to tune or train"], rows)
+
+
+def proof_commands() -> str:
+    return "```sh\n" + "\n".join(proof["command"] for proof in proofs().values()) + "\n```"
+
+
+def readme_table() -> str:
+    found = proofs()
+    arms = {family: pooled(proof) for family, proof in found.items()}
+    rows = [["accuracy without growth, with a controller",
+             *(f"{100 * a['no growth']['score']:.1f} %, {100 * a['learned']['score']:.1f} %" for a in arms.values())]]
+    for control in ("no growth", "best fixed", "best per visible condition", "best rule", HALF, "oracle",
+                    "from scratch, equal FLOPs"):
+        name = CONTROLS.get(control, control)
+        rows.append([f"controller less {name}", *(claimed(least(proof, control)) for proof in found.values())])
+    for arm, name in (("learned", "controller"), ("best per visible condition", "best plan for each price and horizon")):
+        rows.append([f"FLOPs of the {name}", *(f"{a[arm]['flops']:.2f}" for a in arms.values())])
+    return table(["", *(f"`{family}`" for family in FAMILIES)], rows)
+
+
+# Other experiments
+
+
+def zero_shot() -> str:
+    results = {family: read(f"experiments/results/zero-shot-{family}.json") for family in FAMILIES}
+    rows = []
+    for host in results["mlp"]["points"]:
+        for above in ("above no growth", "above random"):
+            cells = [interval(*results[family]["points"][host][above]) for family in FAMILIES]
+            rows.append([host, above, *cells])
+    head = ["host", "", *(f"`{f}` ({', '.join(origin(result))})" for f, result in results.items())]
+    return table(head, rows)
+
+
+LEVELS = {
+    "no growth": "no growth", "random choice": "random", "best fixed": "best fixed",
+    "best fixed per visible condition": "per price and horizon",
+    "best observation-conditioned rule": "rule on what is observed",
+    "best per visible condition and hidden type": "per hidden kind",
+}
+
+
+def sweeps() -> str:
+    def row(family: str) -> list[str]:
+        result = read(f"experiments/results/sweep-{family}.json")
+        gap, levels = result["oracle_gap"], result["levels"]
+        return [f"`{family}`", *(f"{100 * levels[name]['utility']:.1f}" for name in LEVELS),
+                f"{100 * gap['value']:+.1f} ± {100 * gap['standard_error']:.1f}",
+                f"{result['scenarios']}, {result['inits']}", *origin(result)]
+
+    head = ["family", *LEVELS.values(), "gap ± standard error", "scenarios, inits", "hardware", "date, commit"]
+    return table(head, map(row, FAMILIES))
+
+
+def best_head() -> str:
+    """The head beyond op, slot and blueprint that gained most in any sweep, as a phrase."""
+    found = [(value["value"], value["standard_error"], head, family) for family in FAMILIES
+             for head, value in read(f"experiments/results/sweep-{family}.json")["heads"].items()]
+    gain, error, head, family = max(found)
+    return f"{100 * gain:+.2f} ± {100 * error:.2f} points (`{head}` on `{family}`)"
+
+
+def half_now() -> str:
+    """What today's rule says about the half-way claims, as a sentence."""
+    lows = {family: [claim["low"] for claim in each_claim(proof) if claim["control"] == HALF]
+            for family, proof in proofs().items()}
+    reached = sum(low >= 0 for family in lows.values() for low in family)
+    whole = [f"`{family}`" for family, values in lows.items() if min(values) >= 0]
+    return (f"By that rule {reached} of {sum(map(len, lows.values()))} controllers reach it, and of the three proofs "
+            f"only {' and '.join(whole) or 'none'} would hold.")
+
+
+# Speed
+
+
+def speed_population() -> str:
+    def row(result: Json) -> list[str]:
+        images = " 8-16-32 on 32x32 images" if result["host"] == "cnn" else ""
+        compiled = ", compiled" if result["compile"] else ""
+        rate = result["samples_per_second"]
+        return [f"{result['rows']:,} `{result['host']}`{images}, batch {result['batch']}, {result['dtype']}{compiled}",
+                f"{result['loop_rows'] or result['rows']:,}", f"{rate['population']:,.0f}", f"{rate['loop']:,.0f}",
+                f"{result['ratio']:.1f}", *origin(result)]
+
+    head = ["population", "hosts in the loop", "population, samples/s", "loop, samples/s", "ratio", "hardware", "date, commit"]
+    return table(head, map(row, benches("population")))
+
+
+def speed_env() -> str:
+    def row(result: Json) -> list[str]:
+        rate, naive = result["host_epochs_per_second"], "naive loop" in result["host_epochs_per_second"]
+        tight = rate["tight loop" if naive else "loop"]
+        tight_ratio = result["tight_ratio" if naive else "ratio"]
+        return [f"{result['rows']:,} `{result['host']}`", f"{result['loop_rows'] or result['rows']:,}",
+                f"{rate['environment']:,.0f}", f"{rate['naive loop']:,.0f}" if naive else "", f"{tight:,.0f}",
+                f"{result['ratio']:.1f}" if naive else "", f"{tight_ratio:.1f}", *origin(result)]
+
+    head = ["environment", "hosts in the loops", "environment, host-epochs/s", "naive loop", "tight loop",
+            "times the naive", "times the tight", "hardware", "date, commit"]
+    return table(head, map(row, benches("env")))
+
+
+def speed_rl() -> str:
+    def row(result: Json) -> list[str]:
+        rate = result["transitions_per_second"]
+        other = rate.get("sb3-contrib")
+        episode = f", episodes of {result['episode']}" if result.get("episode") else ""
+        compiled = ", compiled" if result["compile"] else ""
+        return [f"{result['rows']} x {result['steps']}{episode}{compiled}", f"{rate['esper']:,.0f}",
+                f"{other:,.0f}" if other else "", f"{result['ratio']:.1f}" if other else "",
+                f"{1000 * statistics.median(result['rounds_seconds']['esper']):,.0f} ms", *origin(result)]
+
+    head = ["environments x steps", "Esper, transitions/s", "sb3-contrib, transitions/s", "ratio", "update", "hardware",
+            "date, commit"]
+    results = sorted(benches("rl"), key=lambda result: (result["device"], result["rows"], result["compile"]))
+    return table(head, map(row, results))
+
+
+def speed_store() -> str:
+    result = read("benchmarks/results/store.json")
+    lines = result["lines"]
+    rows = [["commit of one epoch", f"{result['commit_ms']:.1f} ms", f"{result['commit_ms_95th']:.1f} ms",
+             f"{lines['commit_ms']:.0f} ms"],
+            ["a reader's query", f"{result['query_ms']:.1f} ms", f"{result['query_ms_95th']:.1f} ms",
+             f"{lines['query_ms']:.0f} ms"],
+            ["bytes per environment and epoch", f"{result['bytes_per_environment_epoch']:.0f}", "",
+             f"{lines['bytes_per_environment_epoch']:,.0f}"]]
+    measured = f"{result['environments']} environments, {result['epochs']} epochs; {', '.join(origin(result))}"
+    return f"{measured}:\n\n{table(['', 'median', '95th percentile', 'limit of the median'], rows)}"
+
+
+# Pages
+
+
+def results_page() -> str:
+    return RESULTS.format(
+        runs=proof_runs(), claims=proof_claims(), half=proof_half_way(), half_now=half_now(), commands=proof_commands(),
+        arms="\n\n".join(f"`{family}`:\n\n{proof_arms(family)}" for family in FAMILIES), zero_shot=zero_shot(),
+        sweeps=sweeps(), best_head=best_head())
+
+
+def speed_page() -> str:
+    return SPEED.format(population=speed_population(), env=speed_env(), rl=speed_rl(), store=speed_store())
+
+
+def readme_page(text: str) -> str:
+    """The README with a fresh table between its two markers."""
+    before, _, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    assert end, f"README.md needs the lines {START} and {END}, in this order"
+    return f"{before}{START}\n{readme_table()}\n{END}{after}"
+
+
+def pages() -> dict[str, str]:
+    """path -> what the committed JSON makes of it."""
+    return {"docs/results.md": results_page(), "docs/speed.md": speed_page(),
+            "README.md": readme_page((ROOT / "README.md").read_text())}
+
+
+def stale() -> list[str]:
+    """One line for each page that is not what the JSON gives: the file and its first line that differs."""
+    found = []
+    for path, fresh in pages().items():
+        there = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        lines = enumerate(zip_longest(there.splitlines(), fresh.splitlines()), start=1)
+        different = next(((number, old, new) for number, (old, new) in lines if old != new), None)
+        if different is not None:
+            number, old, new = different
+            found.append(f"{path}, line {number}: found {old!r}, the JSON gives {new!r}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    if parser.parse_args(arguments).check:
+        found = stale()
+        print("\n".join([*found, "run python -m experiments.tables"]) if found else "all pages are up to date")
+        return 1 if found else 0
+    for path, text in pages().items():
+        (ROOT / path).write_text(text)
+    return 0
+
+
+RESULTS = """\
+# Results
+
+`python -m experiments.tables` writes this page from `experiments/proof/*/proof.json` and
+`experiments/results/*.json`. Edit the script, not the page. Points are percentage points of utility: the
+accuracy of the delivered network less the price of what was grown ([proof.md](proof.md)). Figures in
+parentheses are 95 % intervals.
+
+## The proofs
+
+Each family has three controllers from three training runs. Every control that has something to tune was
+tuned with at least as many episodes as a controller was trained with; the heuristic was not tuned. All arms
+then played the same test scenarios once and were scored on test samples.
+
+{runs}
+
+The table shows, for each control, the controller that is *least* above it. Look first at the best plan for
+each price and horizon, the best rule and half way to the oracle, which are hardest to reach.
+
+{claims}
+
+"Half way" asks how far a controller gets from the best plan that knows price and horizon to the oracle,
+which also knows what is wrong with the host. In these proofs the claim asked for the mean alone. It now asks
+that the whole interval is past half way. {half_now}
+
+{half}
+
+The next tables show what each arm delivers, averaged over the three controllers of a family where it depends
+on them. FLOPs are in trainings of the bare host. "Learned" is the controller.
+
+{arms}
+
+If you already know the final topology, train it from the first epoch: "from scratch" is level with growing or
+ahead of it on `mnist1d` and `fashion`, and slightly behind on `mlp`. Growing pays for finding the topology.
+
+Made at the commits above by
+
+{commands}
+
+with controllers from `esper train --family NAME --seed N` with N = 0, 1, 2: `mlp` with `--preset cpu` (11
+minutes on one core each), `fashion` with `--preset gpu`, `mnist1d` with `--preset gpu` and 16 more rounds
+(`--resume --more 16`). [LEARNING.md](../experiments/LEARNING.md) says what was tried before.
+
+## What the proofs show, and what they do not
+
+They show that three controllers per family, trained on damaged hosts of that family, beat no growth, random
+growth, triggers, the untuned heuristic and fixed plans on new scenarios of the same family, and do at least as
+well as the best rule. They do not show that a controller is needed there, that it saves compute, or that it
+helps anywhere else.
+
+The figures of this section have no result file unless a table above holds them, and no script of the
+repository makes them. They were measured once on validation scenarios at commit 0d25523 (2026-11-16), or
+computed from the proofs' `proof.db`. A figure after ± is the half-width of an interval; it is 95 % where it was
+checked (healthy `mlp` hosts).
+
+**A simpler method ties it on `mlp`.** The proofs lack one control: identify the kind, then plan. A logistic
+regression on the scores of the first epochs identifies the kind of an `mlp` host in 93 % of cases after one
+epoch, 98 % after two and 99.7 % after four. The control plants `norm` in the last slot at epoch 0, identifies
+the kind, follows one of three plans and may prune. Tuned with 2,304 episodes, it gains +7.0 and +7.6 points
+over no growth on two ranges of 512 scenarios; `tamiyo-small`, trained with 9,600, gains +7.0 and +7.9. Pooled,
+the controller is +0.14 ± 0.27 points ahead: a tie. In a rehearsal this control passes all eleven claims. On
+`mnist1d` the kind is harder to identify (59 % after one epoch, 83 % after three, of five kinds), and the
+control was not measured there or on `fashion`.
+
+**No tuned control of these proofs may prune**, and the best rule may not plant before epoch 2. Controllers may
+do both.
+
+**Much of the margin is one bit: are the labels wrong?** Hosts with wrong labels earn 46 to 67 % of the lead
+over the best plan for each price and horizon on `mlp`, 73 to 86 % on `mnist1d` and 101 to 136 % on `fashion`
+(from `proof.db`). A perfect detector of wrong labels beside that plan would leave `fashion`'s controllers 0.0
+to 0.4 points behind.
+
+**Compute is unpriced.** The FLOP price is zero in all three families, so nothing is gained by deciding
+cheaply. Controllers use as many FLOPs as the best plan for each price and horizon on `mlp`, and more on
+`mnist1d` and `fashion`; the best rule uses about three host trainings. On `fashion` the lead over that plan
+vanishes at a price of 1.4 to 1.95 points per host training. On `mlp`, training three plans and keeping the
+best on half of the validation samples beats the controller by +0.57 points (+0.21 to +0.94), for 3.44 host
+trainings.
+
+**Test scenarios are new draws from old cells.** A family has 18 (`mlp`), 40 (`mnist1d`) or 24 (`fashion`)
+combinations of kind, price and horizon. Training met all of them; a test scenario has new weights, data order
+and samples, not a new kind of trouble.
+
+**There is no gain on healthy hosts**, and no family contains one.
+
+| hosts without damage | `tamiyo-small` less no growth | what it costs |
+|---|---|---|
+| `mlp` | -0.03 ± 0.11 points of utility | 16 % extra FLOPs, nothing kept |
+| `mnist1d` | -0.3 ± 0.9 points of utility (+2.3 ± 0.5 of accuracy) | 107 % extra FLOPs, 823 parameters kept |
+| CIFAR-10, `cnn` 8-16-32, 96 scenarios, NVIDIA H200 | -0.7 ± 1.5 points of utility | 52 % extra FLOPs, 2,062 parameters kept |
+
+On the same CIFAR-10 hosts `depthwise` in every slot from epoch 0 gains +2.4 ± 0.4 points and `norm` in every
+slot +1.7 ± 0.2.
+
+**It does not handle unseen kinds of damage** (`mlp`, 96 scenarios each, gain of `tamiyo-small`): few clean
+samples -0.49 ± 0.19; 40 % wrong labels with all samples +0.03 ± 0.35; only the first stage frozen
+-0.17 ± 0.24; first stage narrow -0.87 ± 0.59; frozen with wrong labels +9.4 ± 1.3, which is 2.25 ± 0.83 below
+the best plan for each price and horizon. Do not expect transfer beyond these families.
+
+**The half-way claim asked for the mean only.** By the rules of that time, the chance that all 33 claims of a
+proof hold on a fresh draw of test scenarios is 0.96 (`mlp`), 0.995 (`mnist1d`) and 0.64 (`fashion`), by bootstrap.
+The power rule did not cover that claim.
+
+**Effect sizes were chosen with the spread known.** The effects of 4 points (`mnist1d`) and 3 (`fashion`) first
+appear in the commit with the results. At the default of 2 points, 6 of `mnist1d`'s 33 claims are refused for too
+few scenarios. `esper prove` now writes effect and number of scenarios to a file before it opens the split.
+
+**The heuristic was not tuned.** 48 settings of it were tried afterwards; none beat the default.
+
+**The wider host inherits the damage**, so a lead over it says little. On `fashion`'s narrow kinds it beats the
+controllers by 4.6 to 5.8 points.
+
+**Two test splits were read more than once.** `mlp`'s was opened a second time by a smoke test of 8 scenarios.
+The test samples of `mnist1d` had been read before its proof by `experiments/paper_table.py`, which scores
+static hosts and chooses nothing. Openings were not logged then; they are now.
+
+**Intervals are narrower than they should be.** Scenarios share one test set. A two-way bootstrap widens
+`mlp`'s intervals by 8 to 25 %; no claim of the time changes. Intervals treat controllers and tuned controls as fixed.
+
+**A view carried a function of the scenario's key**, from which a policy could have read the hidden kind.
+Controllers do not observe it. A view now carries a random number per episode.
+
+**Where controllers lose to the oracle** (mean of three, test scenarios): `mlp` 0.6 points, on frozen hosts (1.8); `mnist1d`
+1.7, on shuffled (2.2) and shuffled, blind hosts (5.1), where the best rule is ahead of them by 1.4 and 2.1;
+`fashion` 0.7, on frozen (1.2) and narrow last hosts (1.0). At the longer horizon the lead over the rule
+shrinks to +0.3 points on `mlp` and `mnist1d`.
+
+## Other sizes of the same damaged hosts
+
+`tamiyo-small` on hosts that differ in size from those it was trained with, with the same kinds of damage: 128
+validation scenarios each, points. Every interval is above zero; the gain is smaller on deeper and wider
+hosts. These are the families' own data sets and kinds, so this is not transfer to other problems.
+
+{zero_shot}
+
+Made by `python -m experiments.zero_shot tamiyo-small --family NAME`.
+
+## Is there anything to decide?
+
+`esper sweep` plays scripted decisions (every slot, blueprint and timing, pairs, prune and retry) and says what
+each level of knowledge is worth: utility in points, chosen on some inits and scored on others. The gap is "per
+hidden kind" less "per price and horizon".
+
+{sweeps}
+
+The sweep's choices are one blueprint in at most two slots, from epoch 2 on. Plans that mix blueprints and
+begin at epoch 0 are worth more, and `esper prove` searches those for its controls. Of the heads beyond op, slot
+and blueprint, the best gained {best_head},
+for the seed that helps most, so the default action space leaves them out.
+
+Made by `esper sweep --family NAME --inits 12 --heads --out experiments/results` (`mlp`: 16 inits; the other two
+with `--device cuda --rows 2048`).
+"""
+
+SPEED = """\
+# Speed
+
+`python -m experiments.tables` writes this page from `benchmarks/results/*.json`, which hold every round. Edit
+the script, not the page. `python benchmarks/population.py --json`, `benchmarks/env.py` and `benchmarks/rl.py`
+measure your machine; `--help` lists their options.
+
+## Population
+
+Hosts with three live seeds each; blueprints and styles are drawn uniformly, and the topology is redrawn every
+30 steps. Times include packing and graph capture. The loop trains the same plain modules one after the other
+in the same run. Median of 5 interleaved rounds.
+
+{population}
+
+## Environment
+
+One epoch of MNIST-1D: 3,000 training samples in batches of 100 with one live seed per host, then 1,000
+validation samples with each seed left out. The naive loop trains each network as if it were alone. The tight
+loop is given prefetched batches and updates and clips all networks at once.
+
+{env}
+
+## Learner
+
+One PPO update of the default controller (3 slots, 9 blueprints, 4 epochs of 4 minibatches) against
+sb3-contrib's RecurrentPPO with about as many weights and the same memory width, sequences and minibatches.
+Episodes are as long as a rollout unless a row says otherwise. The advantage is largest for long sequences; with
+many short ones both are bound by arithmetic.
+
+{rl}
+
+## Run store
+
+One transaction per epoch, while another process asks for the run's summary every 10 ms and two trainings keep
+the cores busy. {store}
+
+## What to know before comparing
+
+- CPU figures come from a shared machine and vary from run to run. Over six runs the environment was 3.7 to 4.6
+  times as fast as the naive loop with `mlp` hosts, and over five runs 2.0 to 2.6 times with `conv1d` hosts
+  (2026-11-16, d2f6bf0); the table shows the last run of each.
+- On busy cores set `OMP_NUM_THREADS=1`: threads that wait for each other cost most of the time.
+- On the CPU stacking pays while single operations are small. At image sizes the loop catches up.
+- The population's CPU loop clips all hosts in one batched pass, which is faster than one `clip_grad_norm_` per
+  host and seed.
+- On CUDA many small kernels bound the environment at 64 to 192 rows; use more rows for throughput.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
