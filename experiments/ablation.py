@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from esper.leyline import EsperError, Observation
-from esper.memory import keep_freed_memory
+from esper.cli.malloc import keep_freed_memory
 from esper.runs import stored, trained
 from esper.simic.court import interval
 from esper.simic.proving import SPARE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from esper.memory import keep_freed_memory
+from esper.cli.malloc import keep_freed_memory
 from esper.nissa import read
 from esper.simic.controls import LEVELS, Tuned, about, play_plans, play_rule, schedule
 from esper.simic.plans import search

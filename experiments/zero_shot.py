@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from esper.memory import keep_freed_memory
+from esper.cli.malloc import keep_freed_memory
 from esper.simic.court import interval
 from esper.simic.proving import SPARE
 from esper.simic.trials import Trials
