@@ -17,7 +17,7 @@ from esper.karn import charts
 from esper.karn.charts import Z95, tag
 from esper.karn.page import PAGE, STYLE
 from esper.leyline import EsperError
-from esper.leyline.storage import whole
+from esper.leyline.storage import atomic_write
 from esper.nissa import TABLES, read
 
 POOLED, LEARNED = "pooled", "learned"
@@ -87,8 +87,7 @@ def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, obje
     what = {"demo": "Demo", "rehearsal": "Rehearsal"}.get(str(facts.get("verdict")), "Proof")
     page = PAGE.format(title=escape(f"{what}: {facts.get('family', store.name)}"), style=STYLE,
                        head=_head(facts), links="".join(links), body="\n".join(sections))
-    with whole(out) as path:
-        path.write_text(page, encoding="utf-8")
+    atomic_write(out, page)
 
 
 def seeds_of(store: Path) -> list[Seed]:

@@ -55,7 +55,7 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
         **{f"reward_{name}": _real(f"its part for {why}", "score", -10, 10) for name, why in _REWARD.items()},
         "score": _real("of the network, delivered at the end", "", 0, 1),
         "twin": _real("of the twin at the same clock", "", 0, 1), "loss": _real("validation", "nats", 0),
-        "accuracy": _real("validation", "", 0, 1), "train_loss": _real("mean of the epoch", "nats", 0),
+        "smooth": _real("smooth validation score", "", 0, 1), "train_loss": _real("mean of the epoch", "nats", 0),
         "params": _int("of live seeds"), "spent": _real("extra FLOPs, share of the host's", "", 0),
         "rolled_back": _int("by the governor"), "done": _int("the episode ended here"),
     },

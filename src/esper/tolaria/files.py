@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import struct
 import zlib
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from esper.leyline import EsperError
+from esper.leyline.storage import atomic_write
 
 Samples = tuple[NDArray[Any], NDArray[np.int64]]
 """x [n, *inputs] as stored, y [n]."""
@@ -41,17 +41,13 @@ def data_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "esper"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the whole new one, also when two processes write at once."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+def write_data(path: Path, content: bytes) -> None:
+    """Into the data directory, which is made where it is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        if os.path.isfile(temporary):
-            temporary.unlink()
-        raise EsperError(f"cannot write {path} ({error.strerror}); set ESPER_DATA to a folder you can write to") from error
+        atomic_write(path, content)
+    except (OSError, EsperError) as error:
+        raise EsperError(f"cannot write {path} ({error}); set ESPER_DATA to a folder you can write to") from error
 
 
 def cache_path(task: str, part: str) -> Path:
@@ -68,7 +64,7 @@ def _digest(recipe: str, arrays: Samples) -> str:
 
 def write_cache(path: Path, recipe: str, arrays: Samples) -> None:
     tensors = {name: np.ascontiguousarray(array) for name, array in zip("xy", arrays, strict=True)}
-    write_atomically(path, save(tensors, {"sha256": _digest(recipe, arrays)}))
+    write_data(path, save(tensors, {"sha256": _digest(recipe, arrays)}))
 
 
 def read_cache(path: Path, recipe: str) -> Samples:
@@ -98,7 +94,7 @@ def registered_folders() -> dict[str, str]:
 
 def register_folder(task: str, folder: Path) -> None:
     folders = registered_folders() | {task: str(folder)}
-    write_atomically(data_directory() / "folders.json", json.dumps(folders, indent=1, sort_keys=True).encode())
+    write_data(data_directory() / "folders.json", json.dumps(folders, indent=1, sort_keys=True).encode())
 
 
 def find_file(folder: Path, name: str) -> Path | None:
