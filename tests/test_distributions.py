@@ -1,6 +1,7 @@
 """The sampler and scorer against enumeration: every action of a space, one by one."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -187,6 +188,44 @@ def test_head_entropies_are_conditional_and_between_zero_and_one() -> None:
     torch.testing.assert_close(share[:, style], torch.ones(4))
     assert float(asked[:, style].max()) < 1e-9
     assert float(share[:, 0].max()) < 1
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_conditional_entropies_are_averages_over_what_asks(name: str) -> None:
+    """Against plain loops over ops, slots and speeds: only askers that are possible and leave a choice count."""
+    spec, generator = SPECS[name], torch.Generator().manual_seed(4)
+    masks = random_masks(spec, 5, generator)
+    distribution = ActionDistribution(spec, random_logits(spec, masks, generator), masks)
+    found, (_, likely) = distribution.conditional_entropies(), distribution.head_entropies()
+    for row in range(5):
+        for number, head in enumerate(spec.heads):
+            cases = list(_asking(spec, distribution, row, head))
+            total = sum(weight for weight, _ in cases)
+            expected = sum(weight * entropy for weight, entropy in cases) / total if total else 0.0
+            assert float(found[row, number]) == pytest.approx(expected, abs=1e-5), head
+            assert float(likely[row, number]) == pytest.approx(total, abs=1e-5), head
+
+
+def _asking(spec: ActionSpec, joint: ActionDistribution, row: int, head: Head) -> Iterator[tuple[float, float]]:
+    """(how likely the head is asked here, its entropy then), place by place."""
+    def case(table: MaskedCategorical, place: tuple[int, ...], weight: float) -> Iterator[tuple[float, float]]:
+        probs = table.probs[(row, *place)]
+        if int(table.mask[(row, *place)].sum()) > 1:
+            yield weight, float(-(probs * probs.clamp(min=1e-30).log()).sum())
+
+    if head is Head.OP:
+        yield from case(joint.op, (), 1.0)
+    for number, op in enumerate(spec.ops):
+        chance = float(joint.op.probs[row, number])
+        if head is Head.SLOT:
+            yield from case(joint.slot, (number,), chance)
+        for slot in range(spec.slots if (op, head) in joint.values else 0):
+            weight, table = chance * float(joint.slot.probs[row, number, slot]), joint.values[op, head]
+            if table.mask.dim() == 3:
+                yield from case(table, (slot,), weight)
+            else:
+                for speed, p in enumerate(joint.values[op, Head.ALPHA_SPEED].probs[row, slot].tolist()):
+                    yield from case(table, (slot, speed), weight * p)
 
 
 def test_wrong_actions_are_refused() -> None:

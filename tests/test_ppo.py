@@ -107,6 +107,31 @@ def test_entropy_reaches_heads_whose_op_was_never_taken() -> None:
     assert bool((gradients(mind)["heads.blueprint.weight"] != 0).any())
 
 
+def bonus_gradient(bias: float, **options: object) -> dict[str, torch.Tensor]:
+    """Of the entropy bonus alone, with that much added to the logit of GERMINATE after the rollout was made."""
+    mind = agent(value_weight=0.0, explore=(0.0, 0.0), max_grad_norm=1e9, **({"entropy": (1.0, 1.0)} | options))
+    batch = prepared(mind, rows=16, steps=20)
+    mind.network.op_head[-1].bias.detach()[op_index(LifecycleOp.GERMINATE)] = bias
+    mind._gradient(batch._replace(advantage=torch.zeros_like(batch.advantage)), mind._knobs())
+    return gradients(mind)
+
+
+@pytest.mark.parametrize("head", ["blueprint", "tempo", "style", "alpha_target"])
+def test_a_head_is_explored_however_unlikely_its_op_is(head: str) -> None:
+    """Without any mixture: the gradient of the head's own entropy does not vanish with the probability of GERMINATE."""
+    norms = [float(bonus_gradient(bias)[f"heads.{head}.weight"].norm()) for bias in (0.0, -5.0, -8.0, -12.0, -200.0)]
+    assert norms[0] > 1e-4
+    assert max(norms) < 3 * min(norms)
+
+
+def test_the_bonus_has_a_weight_for_each_head() -> None:
+    weights = tuple(2.0 if head is Head.BLUEPRINT else 0.0 for head in Head)
+    plain, weighted = bonus_gradient(0.0), bonus_gradient(0.0, entropy_weights=weights)
+    torch.testing.assert_close(weighted["heads.blueprint.weight"], 2 * plain["heads.blueprint.weight"])
+    others = ("op_head", "slot_pointer", "heads.style", "heads.tempo", "heads.alpha_speed")
+    assert all(bool((g == 0).all()) for name, g in weighted.items() if name.startswith(others))
+
+
 def test_the_order_of_environments_does_not_matter() -> None:
     def updated(order: torch.Tensor | None) -> list[torch.Tensor]:
         mind = agent()

@@ -32,7 +32,9 @@ class PPOConfig:
     """Of the declared run."""
     learning_rate: tuple[float, float] = (1e-3, 1e-4)
     entropy: tuple[float, float] = (0.05, 0.001)
-    """Weight of the joint entropy, in nats."""
+    """Weight of the bonus: the entropy of the op and, for every other head, that of what it would do if it were asked."""
+    entropy_weights: tuple[float, ...] = (1.0,) * len(Head)
+    """Weight of each head in the bonus, in the order of `Head`."""
     explore: tuple[float, float] = (0.02, 0.0)
     """Share of the uniform distribution in every choice."""
     gamma: float = 1.0
@@ -74,7 +76,7 @@ class Knobs(NamedTuple):
     """Numbers that change from update to update, as tensors: a compiled program must not depend on them."""
 
     explore: Tensor
-    entropy: Tensor
+    entropy: Tensor  # [H]
     clip: Tensor
     value_clip: Tensor
 
@@ -186,9 +188,10 @@ class PPOAgent:
         self.network.rescale_value((past * old.square() + (1 - past) * told.square()).sqrt())
 
     def _knobs(self) -> Knobs:
-        values = torch.tensor([self.explore, self.scheduled(self.config.entropy), self.config.clip], device=self.device)
-        explore, entropy, clip = values.unbind()
-        return Knobs(explore, entropy, clip, self.config.value_clip * self.network.value_scale)
+        bonus = self.scheduled(self.config.entropy)
+        weights = [bonus * self.config.entropy_weights[head] for head in self.network.spec.heads]
+        values = torch.tensor([self.explore, self.config.clip, *weights], device=self.device)
+        return Knobs(values[0], values[2:], values[1], self.config.value_clip * self.network.value_scale)
 
     def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[str, float]], int, int]:
         """(numbers of every optimiser step, was it stopped, how many steps were skipped)."""
@@ -257,9 +260,10 @@ class PPOAgent:
         near = batch.value + (value - batch.value).clamp(-knobs.value_clip, knobs.value_clip)
         squared = torch.maximum((value - batch.target).square(), (near - batch.target).square())
         critic = 0.5 * torch.where(batch.valid, squared, 0.0).sum() / (valid * network.value_scale.square())
-        entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
-        loss = policy + config.value_weight * critic - knobs.entropy * entropy
+        bonus = torch.where(batch.valid, (knobs.entropy * distribution.conditional_entropies()).sum(-1), 0.0).sum() / valid
+        loss = policy + config.value_weight * critic - bonus
         with torch.no_grad():
+            entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
             kl = torch.where(acting, ratio - 1 - moved, 0.0).sum() / chosen
             clipped = torch.where(acting, (ratio - 1).abs() > knobs.clip, False).sum() / chosen
             error = torch.where(batch.valid, (value - batch.target).abs(), 0.0).sum() / (valid * network.value_scale)

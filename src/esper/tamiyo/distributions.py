@@ -171,29 +171,41 @@ class ActionDistribution:
         row = torch.arange(len(self.spec.ops), device=entropy.device) == self.spec.ops.index(pair[0])
         return row[:, None] * entropy.unsqueeze(-2)
 
+    def conditional_entropies(self) -> Tensor:
+        """[..., H] in nats: the entropy of each head, averaged over what would ask it; zero where nothing can.
+
+        The weights of the average sum to one however unlikely the askers are, and carry no gradient: a head that is
+        hardly ever asked keeps the whole gradient of its own entropy, where the joint entropy's shrinks with p(op).
+        """
+        batch, zero = self.op.choices.dim(), torch.zeros_like(self.op.log_probs[..., 0])
+        return torch.stack([sum((_behind(share * table.entropy(), batch) for table, share in shares), zero)
+                            for shares, _ in self._asked()], -1)
+
     def head_entropies(self) -> tuple[Tensor, Tensor]:
         """([..., H] conditional entropy of each head as a share of its most, [..., H] how likely the head is asked).
 
         Averaged over the ops and slots that would ask the head, whether one was taken or not. For diagnosis only.
         """
-        batch, asked = self.op.choices.dim(), self.op.probs[..., None] * self.slot.probs  # [..., O, S]
-        terms = {Head.OP: [(self.op, torch.ones_like(self.op.probs[..., 0]))], Head.SLOT: [(self.slot, self.op.probs)]}
+        batch, zero, asked = self.op.choices.dim(), torch.zeros_like(self.op.log_probs[..., 0]), self._asked()
+        each = [sum((_behind(share * table.entropy() / table.choices.clamp(min=2).to(share.dtype).log(), batch)
+                     for table, share in shares), zero) for shares, _ in asked]
+        return torch.stack(each, -1), torch.stack([likely for _, likely in asked], -1)
+
+    def _asked(self) -> list[tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]]:
+        """For each head of the spec ([(its categoricals, how they share what asks them)], [...] how likely it is asked).
+
+        Nothing here carries a gradient. Shares are made of logarithms: they sum to one where every asker is unlikely.
+        """
+        asked, zero = _log(self.op)[..., None] + _log(self.slot), torch.zeros_like(self.op.log_probs[..., 0])
+        terms = {Head.OP: [(self.op, zero)], Head.SLOT: [(self.slot, _log(self.op))]}
         for pair in self.values:
             terms.setdefault(pair[1], []).append(self._weighted(pair, asked))
-        shares, weights = [], []
-        for head in self.spec.heads:
-            choosing = [(table, torch.where(table.choices > 1, weight, 0.0)) for table, weight in terms.get(head, [])]
-            most = [table.choices.clamp(min=2).to(weight.dtype).log() for table, weight in choosing]
-            total = torch.zeros_like(self.op.probs[..., 0])
-            weights.append(sum((_behind(weight, batch) for _, weight in choosing), total))
-            parts = (_behind(w * t.entropy() / m, batch) for (t, w), m in zip(choosing, most, strict=True))
-            shares.append(sum(parts, total) / weights[-1].clamp(min=1e-30))
-        return torch.stack(shares, -1), torch.stack(weights, -1)
+        return [_shared(terms[head], zero.dim()) if head in terms else ([], zero) for head in self.spec.heads]
 
     def _weighted(self, pair: Pair, asked: Tensor) -> tuple[MaskedCategorical, Tensor]:
         weight = asked[..., self.spec.ops.index(pair[0]), :]
         if _by_speed(self.spec, pair):
-            weight = weight[..., None] * self.values[pair[0], Head.ALPHA_SPEED].probs
+            weight = weight[..., None] + _log(self.values[pair[0], Head.ALPHA_SPEED])
         return self.values[pair], weight
 
 
@@ -205,3 +217,19 @@ def _by_speed(spec: ActionSpec, pair: Pair) -> bool:
 def _behind(values: Tensor, batch: int) -> Tensor:
     """Sum over every dimension behind the first `batch`."""
     return values.reshape(*values.shape[:batch], -1).sum(-1)
+
+
+def _log(choice: MaskedCategorical) -> Tensor:
+    """Log-probabilities without gradient, in which the impossible is impossible and not merely unlikely."""
+    return torch.where(choice.mask, choice.log_probs.detach(), -torch.inf)
+
+
+def _shared(terms: list[tuple[MaskedCategorical, Tensor]],
+            batch: int) -> tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]:
+    """From the log-probability that each categorical is asked: (their shares of one, the probability of any)."""
+    logs = [torch.where(table.choices > 1, log, -torch.inf) for table, log in terms]
+    logs = [log.reshape(*log.shape[:batch], -1) for log in logs]
+    joined = torch.cat(logs, -1)
+    shares = torch.where(joined > -torch.inf, joined.softmax(-1), 0.0).split([log.shape[-1] for log in logs], -1)
+    tables = [table for table, _ in terms]
+    return [(t, share.view_as(t.choices)) for t, share in zip(tables, shares, strict=True)], joined.logsumexp(-1).exp()
