@@ -261,6 +261,27 @@ def test_scaling_counts_every_measured_value_once() -> None:
     assert torch.equal(again(Observation(every, torch.ones(60, 2, 1), torch.zeros(60, 2, 2, 1))).row, out.row)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_none_is_refused_before_anything_is_counted(value: float) -> None:
+    spec = ObservationSpec((Field("flag"), Field("a", 2, True)), (Field("s", 1, True),), (Field("c", 1, True),))
+    normaliser = Normaliser(spec)
+    clean = Observation(torch.randn(4, 3), torch.randn(4, 2, 1), torch.randn(4, 2, 2, 1))
+    normaliser.update(clean)
+    for name, field in (("row", "a"), ("slot", "s"), ("candidate", "c")):
+        broken = Observation(*(part.clone() for part in clean))
+        getattr(broken, name)[1, ..., -1] = value
+        before = [stat.clone() for stat in normaliser.stats]
+        with pytest.raises(EsperError, match=f"the {name} field '{field}' of an observation is not finite"):
+            normaliser.update(broken)
+        assert all(torch.equal(a, b) for a, b in zip(before, normaliser.stats, strict=True))
+        rows = torch.tensor([True, False, True, True])
+        normaliser.update(broken, rows)  # a row that is not counted may hold anything
+        twin = Normaliser(spec)
+        twin.load({part: stat for part, stat in zip(Observation._fields, before, strict=True)})
+        twin.update(Observation(*(part[rows] for part in clean)))
+        assert all(torch.equal(a, b) for a, b in zip(twin.stats, normaliser.stats, strict=True))
+
+
 def test_what_is_kept_by_another_field_is_compared_with_its_own() -> None:
     """After one epoch losses are high everywhere; what is low for one epoch in is high for ten epochs in."""
     row = (Field("epoch", 3), Field("loss", 1, True, by="epoch"), Field("size", 1, True))

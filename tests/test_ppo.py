@@ -418,10 +418,76 @@ def test_an_injected_collapse_is_reported_by_the_agent() -> None:
     assert ("entropy_collapse", "op") in kinds
 
 
-@pytest.mark.parametrize("options", [{"ratio": "none"}, {"epochs": 0}, {"minibatches": 0}])
-def test_impossible_configs_are_refused(options: dict) -> None:
-    with pytest.raises(EsperError, match=r"no ratio 'none'|must be at least 1"):
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize("options", [
+    {"ratio": "none"}, {"epochs": 0}, {"minibatches": 0}, {"accumulate": 2.5}, {"updates": True}, {"clip": NAN}, {"clip": 0.0},
+    {"target_kl": NAN}, {"kl_stop": INF}, {"entropy": (0.1, INF)}, {"entropy": (-0.1, 0.0)}, {"entropy": (0.1,)},
+    {"entropy_weights": (1.0,)}, {"entropy_weights": (1.0,) * 7 + (NAN,)}, {"learning_rate": (1e30, 0.1)},
+    {"learning_rate": (1e-3, -1e-3)}, {"learning_rate": 0.1}, {"explore": (1.0, 0.0)}, {"gamma": 1.1}, {"gae_lambda": -0.1},
+    {"value_clip": NAN}, {"value_weight": -1.0}, {"scale_memory": 1.0}, {"max_grad_norm": NAN}, {"critic_decay": -1.0},
+    {"adam_eps": 0.0}, {"replay_tolerance": NAN}, {"clip": "wide"},
+])
+def test_impossible_configs_are_refused_by_field(options: dict) -> None:
+    (name,) = options
+    with pytest.raises(EsperError, match=rf"no ratio 'none'|^{name} is .*; expected \d whole number|^{name} is .*; expected \d number"):
         PPOConfig(**options)
+
+
+def test_every_number_of_a_config_has_its_range() -> None:
+    assert set(ppo_module.RANGES) == {f.name for f in dataclasses.fields(PPOConfig) if not isinstance(f.default, (str, bool))}
+
+
+def state_of(mind: PPOAgent) -> list[torch.Tensor]:
+    """Everything that a refused update must leave alone."""
+    moments = [t for part in mind.optimizer.state.values() for t in part.values()]
+    return [t.clone() for t in (*mind.network.state_dict().values(), *moments, *mind.controller.normaliser.stats)]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("reward", NAN), ("reward", INF), ("reward", 1e20), ("reward", -2e6), ("value", NAN), ("seen.row", INF), ("seen.slot", NAN),
+    ("seen.candidate", NAN), ("last", NAN),
+])
+def test_numbers_that_are_none_are_refused_before_anything_changes(name: str, value: float) -> None:
+    mind = agent()
+    mind.update(*filled(mind))
+    buffer, last = filled(mind, seed=1, ends=0.0, cuts=0.0)
+    if name == "last":
+        last[2] = value
+    else:
+        buffer[name][3, 2] = value
+    before, done = state_of(mind), mind.updates
+    said = "'target' is nan at step 0" if name == "last" else rf"'{name}' is \S+ at step 3"
+    with pytest.raises(EsperError, match=rf"^{said} of row 2; expected finite numbers.*; nothing was learned from this rollout$"):
+        mind.update(buffer, last)
+    assert equal(before, state_of(mind))
+    assert mind.updates == done
+    largest = filled(mind, seed=1)
+    largest[0]["reward"][3, 2] = ppo_module.LARGEST
+    assert mind.update(*largest).steps == 1, "what is merely large is learned from"
+
+
+def test_a_checkpoint_is_not_replaced_by_one_that_nothing_can_go_on_from(tmp_path: Path) -> None:
+    path = tmp_path / "agent.safetensors"
+    mind = agent()
+    mind.update(*filled(mind))
+    mind.save(path)
+    good = path.read_bytes()
+    spoils = {"heads.style.weight": mind.network.heads["style"].weight, "value_scale": mind.network.value_scale,
+              "optimizer.0.exp_avg": mind.optimizer.state_dict()["state"][0]["exp_avg"],
+              "normaliser.row": mind.controller.normaliser.stats[0]}
+    for name, tensor in spoils.items():
+        kept = tensor.detach().clone()
+        for value in (NAN, INF, 2e29):
+            if value == 2e29 and name in ("value_scale", "normaliser.row"):
+                continue  # units of reward and sums over many steps may be large
+            tensor.detach().flatten()[0] = value
+            with pytest.raises(EsperError, match=rf"^'{name}' has grown to (nan|inf|2e\+29), .* was not written"):
+                mind.save(path)
+            tensor.detach().copy_(kept)
+    assert path.read_bytes() == good
+    mind.save(path)
 
 
 def test_devices_may_be_named_either_way() -> None:

@@ -22,6 +22,16 @@ from esper.tamiyo.controller import check_tensors
 from esper.tamiyo.network import exact
 
 RATIOS = ("joint", "per_head")
+LARGEST = 1e6
+"""A reward, weight or moment of a larger size is taken for a mistake: one of them would spoil every later update."""
+RANGES = {
+    "updates": (1, 10**9), "learning_rate": (0, 1), "entropy": (0, 100), "entropy_weights": (0, 100), "explore": (0, 0.99),
+    "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6), "minibatches": (1, 10**6), "accumulate": (1, 10**6),
+    "clip": (1e-6, 1e9), "value_clip": (1e-6, 1e9), "scale_memory": (0, 0.9999), "value_weight": (0, 1000),
+    "target_kl": (1e-9, 1e9), "kl_stop": (1e-3, 1000), "max_grad_norm": (1e-6, 1e9), "critic_decay": (0, 1),
+    "adam_eps": (1e-12, 1), "replay_tolerance": (1e-9, 1000),
+}
+"""number of `PPOConfig` -> (least, most), each of them in a pair or a tuple"""
 
 
 @dataclass(frozen=True)
@@ -64,12 +74,19 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.ratio not in RATIOS:
             raise EsperError(f"no ratio {self.ratio!r}; choose from {', '.join(RATIOS)}")
-        if min(self.updates, self.epochs, self.minibatches, self.accumulate) < 1:
-            raise EsperError("updates, epochs, minibatches and accumulate must be at least 1")
-        if not all(0 <= value < 1 for value in self.explore) or not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1):
-            raise EsperError("explore must lie in [0, 1), gamma and gae_lambda in [0, 1]")
-        if min(self.clip, self.value_clip, self.max_grad_norm, self.target_kl) <= 0:
-            raise EsperError("clip, value_clip, max_grad_norm and target_kl must be above 0")
+        for name, (least, most) in RANGES.items():
+            self._check(name, least, most)
+
+    def _check(self, name: str, least: float, most: float) -> None:
+        """Raise unless the field has as many numbers as its default, of its kind and within the range."""
+        value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+        given, known = (v if isinstance(v, (tuple, list)) else (v,) for v in (value, default))
+        whole = isinstance(known[0], int)
+        kind = int if whole else (int, float)
+        if len(given) != len(known) or not all(
+                isinstance(v, kind) and not isinstance(v, bool) and least <= v <= most for v in given):  # nor NaN
+            what = f"{'whole ' if whole else ''}number{'s' if len(known) > 1 else ''}"
+            raise EsperError(f"{name} is {value!r}; expected {len(known)} {what} from {least:g} to {most:g}")
 
 
 class Knobs(NamedTuple):
@@ -136,6 +153,7 @@ class PPOAgent:
         """Learn from a full rollout, then forget it. `last_value` [N] is of what follows its last step."""
         self._check(buffer)
         buffer.compute_advantages_and_returns(self.config.gamma, self.config.gae_lambda, last_value)
+        self._check_numbers(buffer)
         error, entropies = self._replay(buffer)
         spread, summary = self._summarise(buffer)
         mean, std = buffer.normalize_advantages()
@@ -164,6 +182,20 @@ class PPOAgent:
         different = [f.name for f in fields(RolloutSpec) if getattr(spec, f.name) != getattr(buffer.spec, f.name)]
         if different or buffer.device.type != self.device.type:
             raise EsperError(f"this rollout was not made for this agent: {', '.join(different) or 'device'} differ")
+
+    @torch.no_grad()
+    def _check_numbers(self, buffer: TamiyoRolloutBuffer) -> None:
+        """Raise for what no update may learn from, before anything changes. Rows that wait hold zeros."""
+        names = ("reward", "value", "bootstrap", "target", "told", "seen.row", "seen.slot", "seen.candidate")
+        parts = {name: buffer[name] for name in names}
+        bad = {name: ~part.isfinite() for name, part in parts.items()}
+        bad["reward"] |= parts["reward"].abs() > LARGEST
+        for name, found in zip(bad, torch.stack([part.any() for part in bad.values()]).tolist(), strict=True):
+            if found:
+                place = bad[name].nonzero()[0].tolist()
+                limit = f" of size {LARGEST:g} at most" if name == "reward" else ""
+                raise EsperError(f"{name!r} is {float(parts[name][tuple(place)]):g} at step {place[0]} of row {place[1]}; expected "
+                                 f"finite numbers{limit}; nothing was learned from this rollout")
 
     @torch.no_grad()
     def _summarise(self, buffer: TamiyoRolloutBuffer) -> tuple[Tensor, Tensor]:
@@ -293,9 +325,20 @@ class PPOAgent:
         """Everything that the next update depends on, in one file; `about` is plain data that goes into its header."""
         state = self.optimizer.state_dict()["state"]
         moments = {f"optimizer.{index}.{name}": t.detach().cpu() for index, part in state.items() for name, t in part.items()}
+        self._check_weights(path, moments)
         header = self.controller.header() | {"config": to_dict(self.config), "thresholds": to_dict(self.detector.thresholds),
                                              "updates": self.updates, "anomalies": self.detector.state(), **about}
         write_state(path, "agent", header, self.controller.tensors() | moments | {"generator": self.generator.get_state()})
+
+    def _check_weights(self, path: str | Path, moments: dict[str, Tensor]) -> None:
+        """Raise before a checkpoint is replaced by one that nothing can go on from."""
+        limits = {name: LARGEST for name in (*dict(self.network.named_parameters()), *moments) if not name.endswith(".step")}
+        stats = {f"normaliser.{name}": stat for name, stat in self.controller.normaliser.tensors().items()}
+        for name, tensor in (self.network.state_dict() | moments | stats).items():
+            size = float(tensor.abs().max()) if tensor.numel() else 0.0
+            if not math.isfinite(size) or size > limits.get(name, math.inf):
+                raise EsperError(f"{name!r} has grown to {size:g}, beyond {LARGEST:g}, and {path} was not written; lower the "
+                                 f"learning rate and go on from the last checkpoint")
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "PPOAgent":

@@ -24,6 +24,10 @@ from esper.tamiyo.masks import ActionMasks
 from esper.tamiyo.observing import OBSERVATION
 
 
+WIDEST = 4096
+"""A config that asks for wider layers is a mistake, and is refused before memory is."""
+
+
 @dataclass(frozen=True)
 class NetworkConfig:
     hidden: int = 128
@@ -38,6 +42,12 @@ class NetworkConfig:
     """Without it the LSTM forgets everything before each step."""
     privileged: int = 0
     """Privileged inputs: numbers that the value head alone sees while it learns; a controller that only acts needs none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("hidden", 1), ("slot", 1), ("candidate", 1), ("trunk", 1), ("told", 0)):
+            size = getattr(self, name)
+            if not isinstance(size, int) or not least <= size <= WIDEST:
+                raise EsperError(f"{name} is {size!r}; the network needs a whole number from {least} to {WIDEST}")
 
 
 @contextmanager

@@ -161,10 +161,11 @@ class Normaliser:
         self.stats = [stat.to(device) for stat in self.stats]
 
     def update(self, observation: Observation, rows: Tensor | None = None) -> None:
-        """Count the rows [...] (bool, None is all) of a raw observation."""
-        for part, stat, values in zip(self.parts, self.stats, observation, strict=True):
-            kept = values if rows is None else values[rows]
-            flat = kept.reshape(-1, values.shape[-1]).double()
+        """Count the rows [...] (bool, None is all) of a raw observation; the others may hold anything."""
+        kept = [values if rows is None else values[rows] for values in observation]
+        self._check_finite(kept)
+        for part, stat, values in zip(self.parts, self.stats, kept, strict=True):
+            flat = values.reshape(-1, values.shape[-1]).double()
             known, one_hot = part.known(flat), part.one_hot(flat)
             count = part.sums(known.double(), one_hot)
             mean = part.sums(flat * known, one_hot) / count.clamp(min=1)
@@ -174,6 +175,17 @@ class Normaliser:
             stat[2] += square + shift**2 * stat[0] * count / total
             stat[1] += shift * count / total
             stat[0] += count
+
+    def _check_finite(self, kept: list[Tensor]) -> None:
+        """Raise before anything is counted: one number that is none would stay in the statistics for ever."""
+        if bool(torch.stack([values.isfinite().all() for values in kept]).all()):
+            return
+        for name, values in zip(Observation._fields, kept, strict=True):
+            bad = (~values.isfinite()).reshape(-1, values.shape[-1]).any(0).tolist()
+            each = [field.name for field in getattr(self.spec, name) for _ in range(field.width)]
+            if any(bad):
+                raise EsperError(f"the {name} field {each[bad.index(True)]!r} of an observation is not finite; "
+                                 f"nothing of it was counted")
 
     def __call__(self, observation: Observation) -> Observation:
         return Observation(*(self._scaled(*part) for part in zip(self.parts, self.stats, observation, strict=True)))
