@@ -192,7 +192,7 @@ def test_head_entropies_are_conditional_and_between_zero_and_one() -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_conditional_entropies_are_averages_over_what_asks(name: str) -> None:
-    """Against plain loops over ops, slots and speeds: only askers that are possible and leave a choice count."""
+    """Against plain loops over ops, slots and speeds: what is possible and leaves a choice counts, nothing else."""
     spec, generator = SPECS[name], torch.Generator().manual_seed(4)
     masks = random_masks(spec, 5, generator)
     distribution = ActionDistribution(spec, random_logits(spec, masks, generator), masks)
@@ -206,9 +206,9 @@ def test_conditional_entropies_are_averages_over_what_asks(name: str) -> None:
             assert float(likely[row, number]) == pytest.approx(total, abs=1e-5), head
 
 
-def _asking(spec: ActionSpec, joint: ActionDistribution, row: int, head: Head) -> Iterator[tuple[float, float]]:
+def _asking(spec: ActionSpec, joint: ActionDistribution, row: int, head: Head) -> Iterator[tuple]:
     """(how likely the head is asked here, its entropy then), place by place."""
-    def case(table: MaskedCategorical, place: tuple[int, ...], weight: float) -> Iterator[tuple[float, float]]:
+    def case(table: MaskedCategorical, place: tuple[int, ...], weight: float) -> Iterator[tuple]:
         probs = table.probs[(row, *place)]
         if int(table.mask[(row, *place)].sum()) > 1:
             yield weight, float(-(probs * probs.clamp(min=1e-30).log()).sum())

@@ -231,9 +231,10 @@ def test_wrong_memory_masks_and_resets_are_refused() -> None:
     assert isinstance(net(look)[0].logits, ActionLogits)
 
 
-@pytest.mark.parametrize("options", [{"hidden": 0}, {"hidden": 200_000}, {"slot": -1}, {"candidate": 4097}, {"trunk": 2.5},
-                                     {"told": -1}])
+@pytest.mark.parametrize("options", [
+    {"hidden": 0}, {"hidden": 200_000}, {"slot": -1}, {"candidate": 4097}, {"trunk": 2.5}, {"told": -1},
+])
 def test_sizes_that_cannot_be_meant_are_refused_before_memory_is_asked_for(options: dict) -> None:
     (name,) = options
-    with pytest.raises(EsperError, match=rf"^{name} is {options[name]}; the network needs a whole number from [01] to 4096$"):
+    with pytest.raises(EsperError, match=rf"^{name} is {options[name]}; expected a whole number from [01] to 4096$"):
         NetworkConfig(**options)

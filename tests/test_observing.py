@@ -263,7 +263,8 @@ def test_scaling_counts_every_measured_value_once() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_that_is_none_is_refused_before_anything_is_counted(value: float) -> None:
-    spec = ObservationSpec((Field("flag"), Field("a", 2, True)), (Field("s", 1, True),), (Field("c", 1, True),))
+    row, slot, candidate = (Field("flag"), Field("a", 2, True)), (Field("s", 1, True),), (Field("c", 1, True),)
+    spec = ObservationSpec(row, slot, candidate)
     normaliser = Normaliser(spec)
     clean = Observation(torch.randn(4, 3), torch.randn(4, 2, 1), torch.randn(4, 2, 2, 1))
     normaliser.update(clean)
@@ -277,7 +278,7 @@ def test_a_number_that_is_none_is_refused_before_anything_is_counted(value: floa
         rows = torch.tensor([True, False, True, True])
         normaliser.update(broken, rows)  # a row that is not counted may hold anything
         twin = Normaliser(spec)
-        twin.load({part: stat for part, stat in zip(Observation._fields, before, strict=True)})
+        twin.load(dict(zip(Observation._fields, before, strict=True)))
         twin.update(Observation(*(part[rows] for part in clean)))
         assert all(torch.equal(a, b) for a, b in zip(twin.stats, normaliser.stats, strict=True))
 

@@ -108,8 +108,9 @@ def test_entropy_reaches_heads_whose_op_was_never_taken() -> None:
 
 
 def bonus_gradient(bias: float, **options: object) -> dict[str, torch.Tensor]:
-    """Of the entropy bonus alone, with that much added to the logit of GERMINATE after the rollout was made."""
-    mind = agent(value_weight=0.0, explore=(0.0, 0.0), max_grad_norm=1e9, **({"entropy": (1.0, 1.0)} | options))
+    """Of the entropy bonus alone, with this bias of GERMINATE."""
+    options |= {"entropy": (1.0, 1.0), "value_weight": 0.0, "explore": (0.0, 0.0), "max_grad_norm": 1e9}
+    mind = agent(**options)
     batch = prepared(mind, rows=16, steps=20)
     mind.network.op_head[-1].bias.detach()[op_index(LifecycleOp.GERMINATE)] = bias
     mind._gradient(batch._replace(advantage=torch.zeros_like(batch.advantage)), mind._knobs())
@@ -118,8 +119,9 @@ def bonus_gradient(bias: float, **options: object) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("head", ["blueprint", "tempo", "style", "alpha_target"])
 def test_a_head_is_explored_however_unlikely_its_op_is(head: str) -> None:
-    """Without any mixture: the gradient of the head's own entropy does not vanish with the probability of GERMINATE."""
-    norms = [float(bonus_gradient(bias)[f"heads.{head}.weight"].norm()) for bias in (0.0, -5.0, -8.0, -12.0, -200.0)]
+    """Without any mixture: the gradient of the head's own entropy does not vanish with p(GERMINATE)."""
+    biases = (0.0, -5.0, -8.0, -12.0, -200.0)
+    norms = [float(bonus_gradient(bias)[f"heads.{head}.weight"].norm()) for bias in biases]
     assert norms[0] > 1e-4
     assert max(norms) < 3 * min(norms)
 
@@ -422,32 +424,36 @@ NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize("options", [
-    {"ratio": "none"}, {"epochs": 0}, {"minibatches": 0}, {"accumulate": 2.5}, {"updates": True}, {"clip": NAN}, {"clip": 0.0},
-    {"target_kl": NAN}, {"kl_stop": INF}, {"entropy": (0.1, INF)}, {"entropy": (-0.1, 0.0)}, {"entropy": (0.1,)},
-    {"entropy_weights": (1.0,)}, {"entropy_weights": (1.0,) * 7 + (NAN,)}, {"learning_rate": (1e30, 0.1)},
-    {"learning_rate": (1e-3, -1e-3)}, {"learning_rate": 0.1}, {"explore": (1.0, 0.0)}, {"gamma": 1.1}, {"gae_lambda": -0.1},
-    {"value_clip": NAN}, {"value_weight": -1.0}, {"scale_memory": 1.0}, {"max_grad_norm": NAN}, {"critic_decay": -1.0},
-    {"adam_eps": 0.0}, {"replay_tolerance": NAN}, {"clip": "wide"},
+    {"epochs": 0}, {"minibatches": 0}, {"accumulate": 2.5}, {"updates": True}, {"clip": NAN}, {"clip": 0.0},
+    {"clip": "wide"}, {"target_kl": NAN}, {"kl_stop": INF}, {"entropy": (0.1, INF)}, {"entropy": (-0.1, 0.0)},
+    {"entropy": (0.1,)}, {"entropy_weights": (1.0,)}, {"entropy_weights": (1.0,) * 7 + (NAN,)},
+    {"learning_rate": (1e30, 0.1)}, {"learning_rate": (1e-3, -1e-3)}, {"learning_rate": 0.1}, {"explore": (1.0, 0.0)},
+    {"gamma": 1.1}, {"gae_lambda": -0.1}, {"value_clip": NAN}, {"value_weight": -1.0}, {"scale_memory": 1.0},
+    {"max_grad_norm": NAN}, {"critic_decay": -1.0}, {"adam_eps": 0.0}, {"replay_tolerance": NAN},
 ])
 def test_impossible_configs_are_refused_by_field(options: dict) -> None:
     (name,) = options
-    with pytest.raises(EsperError, match=rf"no ratio 'none'|^{name} is .*; expected \d whole number|^{name} is .*; expected \d number"):
+    with pytest.raises(EsperError, match=rf"^{name} is .*; expected \d (whole )?numbers? from \S+ to \S+$"):
         PPOConfig(**options)
+    with pytest.raises(EsperError, match="no ratio 'none'"):
+        PPOConfig(ratio="none")
 
 
 def test_every_number_of_a_config_has_its_range() -> None:
-    assert set(ppo_module.RANGES) == {f.name for f in dataclasses.fields(PPOConfig) if not isinstance(f.default, (str, bool))}
+    numbers = {f.name for f in dataclasses.fields(PPOConfig) if not isinstance(f.default, (str, bool))}
+    assert set(ppo_module.RANGES) == numbers
 
 
 def state_of(mind: PPOAgent) -> list[torch.Tensor]:
     """Everything that a refused update must leave alone."""
     moments = [t for part in mind.optimizer.state.values() for t in part.values()]
-    return [t.clone() for t in (*mind.network.state_dict().values(), *moments, *mind.controller.normaliser.stats)]
+    stats = mind.controller.normaliser.stats
+    return [t.clone() for t in (*mind.network.state_dict().values(), *moments, *stats)]
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("reward", NAN), ("reward", INF), ("reward", 1e20), ("reward", -2e6), ("value", NAN), ("seen.row", INF), ("seen.slot", NAN),
-    ("seen.candidate", NAN), ("last", NAN),
+    ("reward", NAN), ("reward", INF), ("reward", 1e20), ("reward", -2e6), ("value", NAN), ("seen.row", INF),
+    ("seen.slot", NAN), ("seen.candidate", NAN), ("last", NAN),
 ])
 def test_numbers_that_are_none_are_refused_before_anything_changes(name: str, value: float) -> None:
     mind = agent()
@@ -459,7 +465,7 @@ def test_numbers_that_are_none_are_refused_before_anything_changes(name: str, va
         buffer[name][3, 2] = value
     before, done = state_of(mind), mind.updates
     said = "'target' is nan at step 0" if name == "last" else rf"'{name}' is \S+ at step 3"
-    with pytest.raises(EsperError, match=rf"^{said} of row 2; expected finite numbers.*; nothing was learned from this rollout$"):
+    with pytest.raises(EsperError, match=rf"^{said} of row 2; expected finite numbers.*; nothing was learned from"):
         mind.update(buffer, last)
     assert equal(before, state_of(mind))
     assert mind.updates == done
@@ -474,7 +480,8 @@ def test_a_checkpoint_is_not_replaced_by_one_that_nothing_can_go_on_from(tmp_pat
     mind.update(*filled(mind))
     mind.save(path)
     good = path.read_bytes()
-    spoils = {"heads.style.weight": mind.network.heads["style"].weight, "value_scale": mind.network.value_scale,
+    spoils = {"heads.style.weight": mind.network.heads["style"].weight,
+              "value_scale": mind.network.value_scale,
               "optimizer.0.exp_avg": mind.optimizer.state_dict()["state"][0]["exp_avg"],
               "normaliser.row": mind.controller.normaliser.stats[0]}
     for name, tensor in spoils.items():
@@ -483,7 +490,7 @@ def test_a_checkpoint_is_not_replaced_by_one_that_nothing_can_go_on_from(tmp_pat
             if value == 2e29 and name in ("value_scale", "normaliser.row"):
                 continue  # units of reward and sums over many steps may be large
             tensor.detach().flatten()[0] = value
-            with pytest.raises(EsperError, match=rf"^'{name}' has grown to (nan|inf|2e\+29), .* was not written"):
+            with pytest.raises(EsperError, match=rf"^'{name}' has grown to (nan|inf|2e\+29),.* was not written"):
                 mind.save(path)
             tensor.detach().copy_(kept)
     assert path.read_bytes() == good

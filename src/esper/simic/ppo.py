@@ -23,13 +23,13 @@ from esper.tamiyo.network import exact
 
 RATIOS = ("joint", "per_head")
 LARGEST = 1e6
-"""A reward, weight or moment of a larger size is taken for a mistake: one of them would spoil every later update."""
+"""A reward, weight or moment of a larger size is taken for a mistake: one would spoil every later update."""
 RANGES = {
-    "updates": (1, 10**9), "learning_rate": (0, 1), "entropy": (0, 100), "entropy_weights": (0, 100), "explore": (0, 0.99),
-    "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6), "minibatches": (1, 10**6), "accumulate": (1, 10**6),
-    "clip": (1e-6, 1e9), "value_clip": (1e-6, 1e9), "scale_memory": (0, 0.9999), "value_weight": (0, 1000),
-    "target_kl": (1e-9, 1e9), "kl_stop": (1e-3, 1000), "max_grad_norm": (1e-6, 1e9), "critic_decay": (0, 1),
-    "adam_eps": (1e-12, 1), "replay_tolerance": (1e-9, 1000),
+    "updates": (1, 10**9), "learning_rate": (0, 1), "entropy": (0, 100), "entropy_weights": (0, 100),
+    "explore": (0, 0.99), "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6), "minibatches": (1, 10**6),
+    "accumulate": (1, 10**6), "clip": (1e-6, 1e9), "value_clip": (1e-6, 1e9), "scale_memory": (0, 0.9999),
+    "value_weight": (0, 1000), "target_kl": (1e-9, 1e9), "kl_stop": (1e-3, 1000), "max_grad_norm": (1e-6, 1e9),
+    "critic_decay": (0, 1), "adam_eps": (1e-12, 1), "replay_tolerance": (1e-9, 1000),
 }
 """number of `PPOConfig` -> (least, most), each of them in a pair or a tuple"""
 
@@ -42,7 +42,7 @@ class PPOConfig:
     """Of the declared run."""
     learning_rate: tuple[float, float] = (1e-3, 1e-4)
     entropy: tuple[float, float] = (0.05, 0.001)
-    """Weight of the bonus: the entropy of the op and, for every other head, that of what it would do if it were asked."""
+    """Weight of the bonus: the entropy of the op and, for every other head, of what it would do if it were asked."""
     entropy_weights: tuple[float, ...] = (1.0,) * len(Head)
     """Weight of each head in the bonus, in the order of `Head`."""
     explore: tuple[float, float] = (0.02, 0.0)
@@ -82,9 +82,8 @@ class PPOConfig:
         value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
         given, known = (v if isinstance(v, (tuple, list)) else (v,) for v in (value, default))
         whole = isinstance(known[0], int)
-        kind = int if whole else (int, float)
-        if len(given) != len(known) or not all(
-                isinstance(v, kind) and not isinstance(v, bool) and least <= v <= most for v in given):  # nor NaN
+        kinds = (int,) if whole else (int, float)
+        if len(given) != len(known) or not all(type(v) in kinds and least <= v <= most for v in given):  # nor NaN
             what = f"{'whole ' if whole else ''}number{'s' if len(known) > 1 else ''}"
             raise EsperError(f"{name} is {value!r}; expected {len(known)} {what} from {least:g} to {most:g}")
 
@@ -194,8 +193,9 @@ class PPOAgent:
             if found:
                 place = bad[name].nonzero()[0].tolist()
                 limit = f" of size {LARGEST:g} at most" if name == "reward" else ""
-                raise EsperError(f"{name!r} is {float(parts[name][tuple(place)]):g} at step {place[0]} of row {place[1]}; expected "
-                                 f"finite numbers{limit}; nothing was learned from this rollout")
+                value, (step, row) = float(parts[name][tuple(place)]), place[:2]
+                raise EsperError(f"{name!r} is {value:g} at step {step} of row {row}; expected finite numbers{limit}; "
+                                 f"nothing was learned from this rollout")
 
     @torch.no_grad()
     def _summarise(self, buffer: TamiyoRolloutBuffer) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,8 @@ class PPOAgent:
         near = batch.value + (value - batch.value).clamp(-knobs.value_clip, knobs.value_clip)
         squared = torch.maximum((value - batch.target).square(), (near - batch.target).square())
         critic = 0.5 * torch.where(batch.valid, squared, 0.0).sum() / (valid * network.value_scale.square())
-        bonus = torch.where(batch.valid, (knobs.entropy * distribution.conditional_entropies()).sum(-1), 0.0).sum() / valid
+        bonus = (knobs.entropy * distribution.conditional_entropies()).sum(-1)
+        bonus = torch.where(batch.valid, bonus, 0.0).sum() / valid
         loss = policy + config.value_weight * critic - bonus
         with torch.no_grad():
             entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
@@ -332,13 +333,14 @@ class PPOAgent:
 
     def _check_weights(self, path: str | Path, moments: dict[str, Tensor]) -> None:
         """Raise before a checkpoint is replaced by one that nothing can go on from."""
-        limits = {name: LARGEST for name in (*dict(self.network.named_parameters()), *moments) if not name.endswith(".step")}
+        weights = dict(self.network.named_parameters())
+        limits = {name: LARGEST for name in (*weights, *moments) if not name.endswith(".step")}
         stats = {f"normaliser.{name}": stat for name, stat in self.controller.normaliser.tensors().items()}
         for name, tensor in (self.network.state_dict() | moments | stats).items():
             size = float(tensor.abs().max()) if tensor.numel() else 0.0
             if not math.isfinite(size) or size > limits.get(name, math.inf):
-                raise EsperError(f"{name!r} has grown to {size:g}, beyond {LARGEST:g}, and {path} was not written; lower the "
-                                 f"learning rate and go on from the last checkpoint")
+                raise EsperError(f"{name!r} has grown to {size:g}, beyond {LARGEST:g}, and {path} was not written; "
+                                 f"lower the learning rate and go on from the last checkpoint")
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "PPOAgent":

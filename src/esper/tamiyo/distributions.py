@@ -172,10 +172,10 @@ class ActionDistribution:
         return row[:, None] * entropy.unsqueeze(-2)
 
     def conditional_entropies(self) -> Tensor:
-        """[..., H] in nats: the entropy of each head, averaged over what would ask it; zero where nothing can.
+        """[..., H] in nats: each head's entropy, averaged over what would ask it; zero where nothing can.
 
-        The weights of the average sum to one however unlikely the askers are, and carry no gradient: a head that is
-        hardly ever asked keeps the whole gradient of its own entropy, where the joint entropy's shrinks with p(op).
+        The weights of the average sum to one however unlikely the askers are, and carry no gradient: a head that
+        is hardly ever asked keeps the whole gradient of its entropy, where the joint entropy's shrinks with p(op).
         """
         batch, zero = self.op.choices.dim(), torch.zeros_like(self.op.log_probs[..., 0])
         return torch.stack([sum((_behind(share * table.entropy(), batch) for table, share in shares), zero)
@@ -187,14 +187,14 @@ class ActionDistribution:
         Averaged over the ops and slots that would ask the head, whether one was taken or not. For diagnosis only.
         """
         batch, zero, asked = self.op.choices.dim(), torch.zeros_like(self.op.log_probs[..., 0]), self._asked()
-        each = [sum((_behind(share * table.entropy() / table.choices.clamp(min=2).to(share.dtype).log(), batch)
+        each = [sum((_behind(share * table.entropy() / table.choices.clamp(min=2).log(), batch)
                      for table, share in shares), zero) for shares, _ in asked]
         return torch.stack(each, -1), torch.stack([likely for _, likely in asked], -1)
 
     def _asked(self) -> list[tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]]:
-        """For each head of the spec ([(its categoricals, how they share what asks them)], [...] how likely it is asked).
+        """For each head of the spec ([(categoricals, how they share what asks them)], [...] how likely it is asked).
 
-        Nothing here carries a gradient. Shares are made of logarithms: they sum to one where every asker is unlikely.
+        Nothing here carries a gradient. Shares are made of logarithms: they sum to one if every asker is unlikely.
         """
         asked, zero = _log(self.op)[..., None] + _log(self.slot), torch.zeros_like(self.op.log_probs[..., 0])
         terms = {Head.OP: [(self.op, zero)], Head.SLOT: [(self.slot, _log(self.op))]}
@@ -226,10 +226,10 @@ def _log(choice: MaskedCategorical) -> Tensor:
 
 def _shared(terms: list[tuple[MaskedCategorical, Tensor]],
             batch: int) -> tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]:
-    """From the log-probability that each categorical is asked: (their shares of one, the probability of any)."""
+    """From the log-probability that each categorical is asked: (shares that sum to one, the probability of any)."""
     logs = [torch.where(table.choices > 1, log, -torch.inf) for table, log in terms]
     logs = [log.reshape(*log.shape[:batch], -1) for log in logs]
     joined = torch.cat(logs, -1)
-    shares = torch.where(joined > -torch.inf, joined.softmax(-1), 0.0).split([log.shape[-1] for log in logs], -1)
-    tables = [table for table, _ in terms]
-    return [(t, share.view_as(t.choices)) for t, share in zip(tables, shares, strict=True)], joined.logsumexp(-1).exp()
+    share = torch.where(joined > -torch.inf, joined.softmax(-1), 0.0)
+    parts = zip(terms, share.split([log.shape[-1] for log in logs], -1), strict=True)
+    return [(table, part.view_as(table.choices)) for (table, _), part in parts], joined.logsumexp(-1).exp()

@@ -23,7 +23,6 @@ from esper.tamiyo.distributions import ActionDistribution, ActionLogits, Scored
 from esper.tamiyo.masks import ActionMasks
 from esper.tamiyo.observing import OBSERVATION
 
-
 WIDEST = 4096
 """A config that asks for wider layers is a mistake, and is refused before memory is."""
 
@@ -47,7 +46,7 @@ class NetworkConfig:
         for name, least in (("hidden", 1), ("slot", 1), ("candidate", 1), ("trunk", 1), ("told", 0)):
             size = getattr(self, name)
             if not isinstance(size, int) or not least <= size <= WIDEST:
-                raise EsperError(f"{name} is {size!r}; the network needs a whole number from {least} to {WIDEST}")
+                raise EsperError(f"{name} is {size!r}; expected a whole number from {least} to {WIDEST}")
 
 
 @contextmanager
