@@ -371,7 +371,7 @@ def test_metrics_are_complete_and_each_has_its_reducer() -> None:
 
 
 def healthy(heads: tuple[str, ...] = ("op", "slot")) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    numbers = {"ratio_max": 1.1, "ratio_min": 0.9, "value_error": 0.3, "kl": 0.01}
+    numbers = {"ratio_max": 1.1, "ratio_min": 0.9, "value_error": 0.3, "kl": 0.01, "explained_variance": 0.4}
     by_head = {name: dict.fromkeys(heads, value) for name, value in
                (("head_entropy", 0.5), ("head_grad_norm", 0.1), ("head_learnable", 0.4))}
     return numbers, by_head
@@ -379,7 +379,7 @@ def healthy(heads: tuple[str, ...] = ("op", "slot")) -> tuple[dict[str, float], 
 
 @pytest.mark.parametrize(("place", "value", "kind", "after"), [
     ("ratio_max", 9.0, "ratio_explosion", 1), ("ratio_min", 0.01, "ratio_collapse", 1), ("kl", math.nan, "non_finite", 1),
-    ("value_error", 30.0, "value_error", 3), ("head_entropy", 0.001, "entropy_collapse", 3),
+    ("value_error", 30.0, "value_error", 3), ("explained_variance", -0.1, "stale_values", 3), ("head_entropy", 0.001, "entropy_collapse", 3),
     ("head_grad_norm", 0.0, "starved", 3), ("head_learnable", 0.0, "starved", 3),
 ])
 def test_anomalies_are_found_when_injected_and_go_when_it_is_over(place: str, value: float, kind: str, after: int) -> None:
@@ -409,6 +409,35 @@ def test_creeping_anomalies_have_hysteresis_and_one_set_of_thresholds() -> None:
         heads["head_entropy"]["op"] = share
         fired.append(bool(detector(numbers, heads)))
     assert fired == [False, False, False, True, True, False]
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("ratio", "by"), [("ratio_max", -3.0), ("ratio_min", 3.0)])
+def test_an_extreme_ratio_is_traced_to_its_step_op_and_head(ratio: str, by: float, accumulate: int) -> None:
+    mind = agent(accumulate=accumulate)
+    batch = prepared(mind, rows=16, steps=20)
+    blueprint = SPEC.heads.index(Head.BLUEPRINT)
+    step, row = batch.relevant[..., blueprint].nonzero()[-1].tolist()
+    since = step - max([s for s in range(step + 1) if bool(batch.reset[s, row])], default=0)
+    assert 0 < since < step, "an episode that began within the rollout"
+    batch.log_prob[step, row] += by
+    batch.head_log_probs[step, row, blueprint] += by
+    entry = mind._gradient(batch, mind._knobs())
+    assert entry[ratio] == pytest.approx(math.exp(-by), rel=1e-3)
+    assert mind._places([entry])[ratio] == f"step {since}, GERMINATE, blueprint"
+
+
+def test_a_ratio_that_stays_extreme_elsewhere_is_the_same_anomaly() -> None:
+    detector, (numbers, heads) = AnomalyDetector(Thresholds()), healthy()
+    numbers["ratio_max"] = 9.0
+    for place in ("step 7, GERMINATE, blueprint", "step 2, PRUNE, slot"):
+        (anomaly,) = detector(numbers, heads, {"ratio_max": place})
+        assert anomaly.where == f"ratio_max at {place}"
+    again = AnomalyDetector(Thresholds())
+    again.restore(detector.state())
+    assert again.open == detector.open
+    numbers["ratio_max"] = 1.0
+    assert not again(numbers, heads)
 
 
 def test_an_injected_collapse_is_reported_by_the_agent() -> None:

@@ -88,6 +88,7 @@ class Sequences(NamedTuple):
     target: Tensor
     valid: Tensor
     privileged: Tensor
+    clock: Tensor  # steps since its episode began, or the rollout if that was later
     reset: Tensor | None  # None: no memory is emptied behind the first step
     hidden: Tensor  # [B, 2, H] in front of the first step
 
@@ -97,7 +98,7 @@ class Sequences(NamedTuple):
         return self.valid & self.relevant.any(-1)
 
 
-_PLAIN = ("actions", "log_prob", "head_log_probs", "relevant", "value", "advantage", "target", "valid", "privileged")
+_PLAIN = ("actions", "log_prob", "head_log_probs", "relevant", "value", "advantage", "target", "valid", "privileged", "clock")
 
 
 class TamiyoRolloutBuffer:
@@ -107,7 +108,7 @@ class TamiyoRolloutBuffer:
         self.spec, self.device = spec, torch.device(device)
         lead = (spec.steps, spec.rows)
         self._tails = spec.tails()
-        tails = self._tails | dict.fromkeys(("advantage", "target"), ((), torch.float32))
+        tails = self._tails | dict.fromkeys(("advantage", "target"), ((), torch.float32)) | {"clock": ((), torch.int64)}
         self._all = {name: torch.zeros(*lead, *tail, dtype=dtype, device=self.device) for name, (tail, dtype) in tails.items()}
         self._hidden = torch.zeros(spec.steps // spec.length, spec.rows, 2, spec.hidden, device=self.device)
         self.reset()
@@ -117,7 +118,7 @@ class TamiyoRolloutBuffer:
         self.filled, self._resets_inside, self._ready = 0, False, False
 
     def __getitem__(self, name: str) -> Tensor:
-        """The steps added so far, [filled, N, ...], under a name of `RolloutSpec.tails`, "advantage" or "target"."""
+        """The steps added so far, [filled, N, ...], under a name of `RolloutSpec.tails`, "advantage", "target" or "clock"."""
         return self._all[name][: self.filled]
 
     @torch.no_grad()
@@ -141,6 +142,7 @@ class TamiyoRolloutBuffer:
             if part.is_floating_point():  # rows that wait may hold anything, and nothing may come of it
                 part = torch.where(step.valid.view(-1, *[1] * (part.dim() - 1)), part, 0)
             self._all[name][at] = part
+        self._all["clock"][at] = torch.where(step.reset, 0, self._all["clock"][at - 1] + 1) if at else 0
         if at % self.spec.length == 0:
             kept = (step.valid & ~step.reset)[:, None, None]
             self._hidden[at // self.spec.length] = torch.where(kept, step.hidden, 0)

@@ -111,19 +111,30 @@ class Thresholds:
     """A head that matters in a smaller share of steps is starved."""
     value_error: float = 5.0
     """In units of the value's scale."""
+    explained_variance: float = 0.0
+    """Values that explain less of the returns, update after update, are stale: their mean would be as good."""
     fire_after: int = 3
     """Updates in a row before a creeping anomaly is reported."""
     clear_factor: float = 1.5
     """It is over when the number is this much better than its threshold."""
 
 
+AT = " at "
+"""Between a metric and the place of its extreme."""
+
+
 @dataclass(frozen=True)
 class Anomaly:
     kind: str
-    """ratio_explosion, ratio_collapse, entropy_collapse, starved, value_error or non_finite."""
+    """ratio_explosion, ratio_collapse, entropy_collapse, starved, value_error, stale_values or non_finite."""
     where: str
-    """The head, or the metric."""
+    """The head, or the metric; of a ratio also the step of the episode, the op and the head that moved most."""
     value: float
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What stays the same while it is open; where exactly a ratio is worst may change."""
+        return self.kind, self.where.partition(AT)[0]
 
 
 @dataclass(frozen=True)
@@ -150,8 +161,13 @@ class AnomalyDetector:
         self.counts: dict[tuple[str, str], int] = {}
         self.open: dict[tuple[str, str], Anomaly] = {}
 
-    def __call__(self, numbers: dict[str, float], heads: dict[str, dict[str, float]]) -> tuple[Anomaly, ...]:
-        """Every open anomaly after this update, from its single numbers and its numbers by head."""
+    def __call__(self, numbers: dict[str, float], heads: dict[str, dict[str, float]],
+                 places: Mapping[str, str] | None = None) -> tuple[Anomaly, ...]:
+        """Every open anomaly after this update, from its single numbers and its numbers by head.
+
+        `places` says for some of the numbers where they come from.
+        """
+        exact = {name: f"{name}{AT}{place}" for name, place in (places or {}).items()}
         signs = list(self._signs(numbers, heads))
         for key in self.open.keys() - {(sign.kind, sign.where) for sign in signs}:  # no longer asked
             self.counts.pop(key, None)
@@ -161,7 +177,7 @@ class AnomalyDetector:
             if sign.beyond():
                 self.counts[key] = self.counts.get(key, 0) + 1
                 if sign.at_once or self.counts[key] >= self.thresholds.fire_after:
-                    self.open[key] = Anomaly(sign.kind, sign.where, sign.value)
+                    self.open[key] = Anomaly(sign.kind, exact.get(sign.where, sign.where), sign.value)
             elif key not in self.open or not sign.beyond(self.thresholds.clear_factor):
                 self.counts.pop(key, None)
                 self.open.pop(key, None)
@@ -172,6 +188,8 @@ class AnomalyDetector:
         yield _Sign("ratio_explosion", "ratio_max", numbers["ratio_max"], limit.ratio_max, above=True, at_once=True)
         yield _Sign("ratio_collapse", "ratio_min", numbers["ratio_min"], limit.ratio_min, above=False, at_once=True)
         yield _Sign("value_error", "value_error", numbers["value_error"], limit.value_error, above=True)
+        yield _Sign("stale_values", "explained_variance", numbers["explained_variance"], limit.explained_variance,
+                    above=False)
         by_head = {f"{name} {head}": value for name, values in heads.items() for head, value in values.items()}
         for name, value in (numbers | by_head).items():
             yield _Sign("non_finite", name, float(not math.isfinite(value)), 0.0, above=True, at_once=True)
@@ -187,4 +205,4 @@ class AnomalyDetector:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.counts = {(kind, where): count for kind, where, count in state["counts"]}
-        self.open = {(kind, where): Anomaly(kind, where, value) for kind, where, value in state["open"]}
+        self.open = {anomaly.key: anomaly for anomaly in (Anomaly(*parts) for parts in state["open"])}

@@ -99,6 +99,7 @@ class Knobs(NamedTuple):
 
 NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error", "ratio_max", "ratio_min")
 _EXTREMES = NUMBERS.index("ratio_max")  # from here on pieces of a minibatch are combined by their extremes
+_PLACES = tuple((ratio, part) for ratio in ("ratio_max", "ratio_min") for part in ("step", "op", "head"))
 
 
 class PPOAgent:
@@ -169,12 +170,20 @@ class PPOAgent:
             "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True)),
             "head_grad_norm": {head: reduced("head_grad_norm", [entry[head] for entry in log]) for head in heads}}
         numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in (*NUMBERS, "grad_norm")}
-        numbers["replay_error"] = error
+        numbers |= {"replay_error": error, "explained_variance": before[2]}
         buffer.reset()
         return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
-                                explained_variance=before[2], steps=len(log) - skipped - stopped, skipped=skipped,
-                                stopped_early=bool(stopped), learning_rate=lr,
-                                anomalies=self.detector(numbers, by_head))
+                                steps=len(log) - skipped - stopped, skipped=skipped, stopped_early=bool(stopped),
+                                learning_rate=lr, anomalies=self.detector(numbers, by_head, self._places(log)))
+
+    def _places(self, log: list[dict[Any, float]]) -> dict[str, str]:
+        """The most extreme ratios of an update -> step of the episode, op, and head that moved most."""
+        spec, found = self.network.spec, {}
+        for name, worst in (("ratio_max", max), ("ratio_min", min)):
+            entry = worst(log, key=lambda entry: entry[name])
+            step, op, head = (int(entry[name, part]) for part in ("step", "op", "head"))
+            found[name] = f"step {step}, {spec.ops[op].name}, {spec.heads[head].name.lower()}"
+        return found
 
     def _check(self, buffer: TamiyoRolloutBuffer) -> None:
         spec = RolloutSpec.of(self.network, buffer.spec.steps, buffer.spec.rows, buffer.spec.chunk)
@@ -225,9 +234,9 @@ class PPOAgent:
         values = torch.tensor([self.explore, self.config.clip, *weights], device=self.device)
         return Knobs(values[0], values[2:], values[1], self.config.value_clip * self.network.value_scale)
 
-    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[str, float]], int, int]:
+    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[Any, float]], int, int]:
         """(numbers of every optimiser step, was it stopped, how many steps were skipped)."""
-        log: list[dict[str, float]] = []
+        log: list[dict[Any, float]] = []
         skipped = 0
         for _ in range(self.config.epochs):
             for batch in buffer.get_batched_sequences(self.config.minibatches, self.generator):
@@ -256,28 +265,34 @@ class PPOAgent:
         asked = torch.where(batch.valid[..., None], asked, 0.0)
         return error, (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-30)
 
-    def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[str, float]:
+    def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[Any, float]:
         """Gradients of one minibatch, clipped, and its numbers, the heads' gradient norms among them, in one transfer."""
         self.optimizer.zero_grad()
         chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
-        numbers = []
+        numbers, places = [], []
         pieces = parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]
         for piece in pieces:
             encoded = self._encode(piece.seen)
             memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset)
-            loss, told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
+            loss, told, place = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
             loss.backward()
             numbers.append(told)
+            places.append(place)
         sums, highs, lows = torch.stack(numbers).split([_EXTREMES, 1, 1], 1)
         combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0)])
+        high, low = torch.stack(places, 1)  # [pieces, 3] each
+        where = torch.cat([high.index_select(0, highs.argmax(0)), low.index_select(0, lows.argmin(0))], 1)[0]
         raw = torch.stack(self._head_norms())
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
-        listed = torch.cat([combined, norm[None], raw]).tolist()
-        return dict(zip((*NUMBERS, "grad_norm", *self._names()), listed, strict=True))
+        listed = torch.cat([combined, norm[None], raw, where]).tolist()
+        return dict(zip((*NUMBERS, "grad_norm", *self._names(), *_PLACES), listed, strict=True))
 
     def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs, chosen: Tensor,
-              valid: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, NUMBERS) of some sequences, as their share of a minibatch with so many `chosen` and `valid` steps."""
+              valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, NUMBERS, [2, 3] where the ratio is highest and lowest: step of the episode, op, head) of sequences.
+
+        Losses and numbers are their share of a minibatch with so many `chosen` and `valid` steps.
+        """
         network, config = self.network, self.config
         logits, value = network.decide(memory, slot, candidate, batch.privileged)
         distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)
@@ -301,7 +316,10 @@ class PPOAgent:
             clipped = torch.where(acting, (ratio - 1).abs() > knobs.clip, False).sum() / chosen
             error = torch.where(batch.valid, (value - batch.target).abs(), 0.0).sum() / (valid * network.value_scale)
             numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin()])
-        return loss, numbers
+            steps = torch.stack([batch.clock, batch.actions[..., network.spec.heads.index(Head.OP)]], -1)
+            by_head = scored.heads - batch.head_log_probs
+            places = torch.stack([_place(ratio.argmax(), steps, by_head), _place(ratio.argmin(), steps, -by_head)])
+        return loss, numbers, places
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
         """[L, B]: a clipped surrogate for each head that mattered and had a choice, all over the same denominator."""
@@ -371,6 +389,13 @@ class PPOAgent:
 
 def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:
     return torch.minimum(ratio * advantage, torch.clamp(ratio, 1 - clip, 1 + clip) * advantage)
+
+
+def _place(at: Tensor, steps: Tensor, moved: Tensor) -> Tensor:
+    """[3]: what `steps` [L, B, 2] says at a place of the flattened batch, and the head of `moved` [L, B, H] that leads."""
+    row = at[None]
+    head = moved.flatten(0, 1).index_select(0, row).argmax(-1)
+    return torch.cat([steps.flatten(0, 1).index_select(0, row)[0], head]).to(moved.dtype)
 
 
 def _compiled(function: Any) -> Any:
