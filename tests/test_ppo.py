@@ -1,6 +1,7 @@
 """The learning rule: what must hold in every update, and what must never."""
 
 import ast
+import collections
 import dataclasses
 import itertools
 import math
@@ -13,6 +14,7 @@ from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, StateFormat
 from esper.leyline.storage import read_state, write_state
 from esper.simic import AnomalyDetector, Collector, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
 from esper.simic import ppo as ppo_module
+from esper.simic.buffer import parts_of
 from esper.simic.metrics import METRICS, check_metrics
 from esper.tamiyo import Controller, Learned, NetworkConfig
 from tests.minds import SEES, SPEC, TINY, Chance, agent, filled, op_index
@@ -173,6 +175,41 @@ def test_several_epochs_move_the_policy_and_the_kl_stops_it() -> None:
     assert not equal(before, weights(strict))
 
 
+def measured_kl(mind: PPOAgent, kls: list[float], monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
+    """Let the steps of an update find these KLs; the weights that each of them found."""
+    gradient, found = mind._gradient, []
+
+    def told(batch: object, knobs: object) -> dict:
+        found.append(weights(mind))
+        return gradient(batch, knobs) | {"kl": kls[len(found) - 1]}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mind, "_gradient", told)
+    return found
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(4, 1), (1, 4), (2, 2)])
+def test_the_kl_stops_an_update_beyond_its_multiple_and_before_the_step(
+        epochs: int, minibatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within a single epoch."""
+    mind = agent(epochs=epochs, minibatches=minibatches, target_kl=0.02, kl_stop=1.5)
+    rollout = filled(mind)
+    found = measured_kl(mind, [0.0, 0.029, 0.031, 0.0], monkeypatch)
+    metrics = mind.update(*rollout)
+    assert (metrics.steps, metrics.stopped_early, len(found)) == (2, True, 3)
+    assert not equal(found[1], found[2]), "1.45 times the target goes on"
+    assert equal(found[2], weights(mind)), "1.55 times the target takes no step"
+
+
+def test_a_single_step_of_an_update_cannot_be_stopped() -> None:
+    """One epoch of one minibatch: its KL is measured where the rollout was made."""
+    mind = agent(epochs=1, minibatches=1, target_kl=1e-9, kl_stop=1e-3, learning_rate=(1e-2, 1e-2))
+    rollout, before = filled(mind), weights(mind)
+    metrics = mind.update(*rollout)
+    assert (metrics.steps, metrics.stopped_early) == (1, False)
+    assert metrics.kl == pytest.approx(0, abs=1e-12)
+    assert not equal(before, weights(mind))
+
+
 def test_tampered_rollouts_are_refused() -> None:
     mind = agent()
     before = weights(mind)
@@ -314,16 +351,53 @@ def test_damaged_checkpoints_are_refused(change: object, message: str, tmp_path:
         PPOAgent.load(path)
 
 
+Counters = dict[str, collections.Counter]
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Counters:
+    """Dynamo's counters from zero, and a compiler that traces as ever but generates no code."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function, backend="eager", **options))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch._dynamo.utils.counters
+
+
+def test_what_is_compiled_is_traced_once_and_whole(quick_compiler: Counters) -> None:
+    doubled = ppo_module._compiled(lambda x: 2 * x)
+    assert quick_compiler["stats"]["unique_graphs"] == 0
+    for _ in range(3):
+        assert torch.equal(doubled(torch.ones(2)), torch.full((2,), 2.0))
+    assert quick_compiler["stats"]["unique_graphs"] == 1
+
+
+def test_a_graph_break_is_an_error(quick_compiler: Counters) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        ppo_module._compiled(broken)(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("given", [{"compile": True}, {}])
+def test_an_agent_compiles_if_and_only_if_it_is_asked_to(quick_compiler: Counters, given: dict) -> None:
+    mind = agent(**given)
+    mind.update(*filled(mind))
+    assert (quick_compiler["stats"]["unique_graphs"] >= 2) == bool(given)
+    asked = PPOAgent(mind.controller, compile=not given)
+    assert (asked._losses == asked._loss) == bool(given)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("ratio", ["joint", "per_head"])
-def test_weights_keep_their_names_when_compiled(monkeypatch: pytest.MonkeyPatch, ratio: str) -> None:
+def test_weights_keep_their_names_when_compiled(quick_compiler: Counters, ratio: str) -> None:
     """Functions are compiled, not modules: one graph each, no breaks, and none anew while schedules move."""
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    monkeypatch.setattr(ppo_module, "_compiled", lambda f: torch.compile(f, backend="eager", fullgraph=True, dynamic=False))
-    plain, mind = (agent(epochs=2, updates=4, ratio=ratio) for _ in range(2))
-    mind = PPOAgent(mind.controller, mind.config, compile=True)
+    counters = quick_compiler
+    plain = agent(epochs=2, updates=4, ratio=ratio)
+    mind = agent(epochs=2, updates=4, ratio=ratio, compile=True)
     keys = set(plain.network.state_dict())
     for seed in range(4):
         for each in (plain, mind):
@@ -379,7 +453,8 @@ def healthy(heads: tuple[str, ...] = ("op", "slot")) -> tuple[dict[str, float], 
 
 @pytest.mark.parametrize(("place", "value", "kind", "after"), [
     ("ratio_max", 9.0, "ratio_explosion", 1), ("ratio_min", 0.01, "ratio_collapse", 1), ("kl", math.nan, "non_finite", 1),
-    ("value_error", 30.0, "value_error", 3), ("explained_variance", -0.1, "stale_values", 3), ("head_entropy", 0.001, "entropy_collapse", 3),
+    ("value_error", 30.0, "value_error", 3), ("explained_variance", -0.1, "stale_values", 3),
+    ("head_entropy", 0.001, "entropy_collapse", 3),
     ("head_grad_norm", 0.0, "starved", 3), ("head_learnable", 0.0, "starved", 3),
 ])
 def test_anomalies_are_found_when_injected_and_go_when_it_is_over(place: str, value: float, kind: str, after: int) -> None:
@@ -570,6 +645,82 @@ def test_the_clip_stops_what_went_far_enough(shift: float, sign: float, alive: b
     numbers = mind._gradient(moved(batch._replace(advantage=advantage), shift), mind._knobs())
     assert any(bool((g != 0).any()) for g in gradients(mind).values()) == alive
     assert numbers["clip_fraction"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("shift", "sign", "alive"), [(-1, 1, False), (-1, -1, True), (1, 1, True), (1, -1, False)])
+def test_each_head_is_clipped_by_its_own_ratio(shift: float, sign: float, alive: bool) -> None:
+    mind = agent(ratio="per_head", entropy=(0.0, 0.0), value_weight=0.0, max_grad_norm=1e9)
+    batch = prepared(mind, rows=16, steps=20)
+    batch.head_log_probs[..., SPEC.heads.index(Head.BLUEPRINT)] += shift
+    mind._gradient(batch._replace(advantage=torch.full_like(batch.advantage, sign)), mind._knobs())
+    found = gradients(mind)
+    assert bool((found["heads.blueprint.weight"] != 0).any()) == alive
+    assert bool((found["heads.tempo.weight"] != 0).any()), "another head's ratio is its own"
+
+
+@pytest.mark.parametrize("ratio", ["joint", "per_head"])
+def test_steps_without_a_choice_do_not_thin_the_policy_loss(ratio: str) -> None:
+    """The loss, the KL and the clip fraction are means over choices; nothing else is in the denominator."""
+    mind = agent(ratio=ratio, clip=0.05)
+    batch = prepared(mind)
+    free = torch.arange(batch.valid.shape[0])[:, None, None] % 3 == 0
+    batch = batch._replace(relevant=batch.relevant & free, advantage=torch.ones_like(batch.advantage))
+    chosen = batch.chosen
+    assert 0.1 < float(chosen.float().mean()) < 0.4
+    numbers = mind._gradient(batch, mind._knobs())
+    terms = batch.relevant.sum(-1) if ratio == "per_head" else torch.ones_like(batch.log_prob)
+    assert numbers["policy_loss"] == pytest.approx(-float(terms[chosen].float().mean()), rel=1e-4)
+    far = mind._gradient(moved(batch, -0.1), mind._knobs())
+    assert far["clip_fraction"] == pytest.approx(1.0)
+    assert far["kl"] == pytest.approx(math.exp(0.1) - 1 - 0.1, rel=1e-2)
+
+
+@pytest.mark.parametrize("ratio", ["joint", "per_head"])
+def test_rows_that_are_not_valid_weigh_nothing(ratio: str) -> None:
+    """Half of the rows marked as padding, with real numbers in them: as if the batch had the other half alone."""
+    mind = agent(ratio=ratio, max_grad_norm=1e9)
+    batch = prepared(mind, rows=8, steps=10)
+    noise = 0.1 * torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(0))
+    batch = batch._replace(log_prob=batch.log_prob + noise, target=batch.target + 1)
+    half, _ = parts_of(batch, 2)
+    expected = mind._gradient(half, mind._knobs())
+    alone = gradients(mind)
+    valid = batch.valid.clone()
+    valid[:, 4:] = False
+    found = mind._gradient(batch._replace(valid=valid), mind._knobs())
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for name, gradient in gradients(mind).items():
+        torch.testing.assert_close(gradient, alone[name], atol=1e-6, rtol=1e-4)
+
+
+def test_statistics_of_an_update_leave_out_rows_that_wait() -> None:
+    mind = agent()
+    buffer, last = filled(mind, rows=8, steps=10)
+    buffer.compute_advantages_and_returns(1.0, 0.95, last)
+    buffer["valid"][3:, 5:] = False
+    valid, target, value = buffer["valid"], buffer["target"], buffer["value"]
+    target[~valid] = 100.0
+    spread, (explained, *learnable) = mind._summarise(buffer)
+    torch.testing.assert_close(spread, target[valid].std(correction=0))
+    unexplained = (target - value)[valid].var(correction=0) / target[valid].var(correction=0)
+    torch.testing.assert_close(explained, 1 - unexplained)
+    torch.testing.assert_close(torch.stack(learnable), buffer["relevant"][valid].float().mean(0))
+    _, entropies = mind._replay(buffer)
+    buffer["valid"][:, 5:] = False
+    assert not torch.equal(mind._replay(buffer)[1], entropies), "whatever is valid is counted"
+
+
+@pytest.mark.parametrize(("done", "weight"), [(0, 0.4), (5, 0.25), (10, 0.1), (50, 0.1)])
+def test_the_weight_of_the_bonus_is_annealed(done: int, weight: float) -> None:
+    mind = agent(updates=10, entropy=(0.4, 0.1), value_weight=0.0, explore=(0.0, 0.0), max_grad_norm=1e9)
+    batch = prepared(mind)
+    batch = batch._replace(advantage=torch.zeros_like(batch.advantage))
+    mind.updates = done
+    mind._gradient(batch, mind._knobs())
+    found = gradients(mind)["heads.blueprint.weight"]
+    mind.config = dataclasses.replace(mind.config, entropy=(1.0, 1.0))
+    mind._gradient(batch, mind._knobs())
+    torch.testing.assert_close(found, weight * gradients(mind)["heads.blueprint.weight"])
 
 
 def test_the_value_is_clipped_towards_its_old_self() -> None:

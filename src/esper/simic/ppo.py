@@ -29,7 +29,7 @@ RANGES = {
     "explore": (0, 0.99), "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6), "minibatches": (1, 10**6),
     "accumulate": (1, 10**6), "clip": (1e-6, 1e9), "value_clip": (1e-6, 1e9), "scale_memory": (0, 0.9999),
     "value_weight": (0, 1000), "target_kl": (1e-9, 1e9), "kl_stop": (1e-3, 1000), "max_grad_norm": (1e-6, 1e9),
-    "critic_decay": (0, 1), "adam_eps": (1e-12, 1), "replay_tolerance": (1e-9, 1000),
+    "critic_decay": (0, 1), "adam_eps": (1e-12, 1), "replay_tolerance": (1e-9, 1000), "chunk": (0, 10**6),
 }
 """number of `PPOConfig` -> (least, most), each of them in a pair or a tuple"""
 
@@ -70,6 +70,10 @@ class PPOConfig:
     adam_eps: float = 1e-5
     replay_tolerance: float = 1e-3
     """Largest difference that a replayed log-probability or value may have from the stored one."""
+    chunk: int = 0
+    """Steps of a sequence, each replayed from the memory it began with; 0 is whole rollouts."""
+    compile: bool = False
+    """Compile the encoder and the loss."""
 
     def __post_init__(self) -> None:
         if self.ratio not in RATIOS:
@@ -115,7 +119,7 @@ class PPOAgent:
         self._parameters = list(self.network.parameters())
         self._ops = torch.tensor([int(op) for op in self.network.spec.ops], device=self.device)  # spec's numbers to LifecycleOp's
         self._encode, self._losses = self.network.encode, self._loss
-        if compile:
+        if compile or self.config.compile:
             self._encode, self._losses = map(_compiled, (self.network.encode, self._loss))
 
     @property
