@@ -99,6 +99,21 @@ def test_advantages_are_normalised_over_steps_with_a_choice() -> None:
     assert bool((buffer["advantage"][~chosen] == 0).all())
 
 
+def test_rows_that_wait_are_not_in_the_statistics_of_advantages() -> None:
+    """Whatever their heads say: mean and spread are those of the valid choices, and a row that waits keeps none."""
+    generator, buffer, over = torch.Generator().manual_seed(0), empty(8, 4), torch.tensor([False, True, False, True])
+    for number in range(8):
+        buffer.add(step(4, generator, relevant=torch.ones(4, 8, dtype=torch.bool), valid=~(over & (number > 2)),
+                        done=over & (number == 2), reward=5 + torch.randn(4, generator=generator)))
+    buffer.compute_advantages_and_returns(0.9, 0.9, torch.zeros(4))
+    raw, valid = buffer["advantage"].clone(), buffer["valid"]
+    assert int((~valid).sum()) == 10
+    mean, spread = buffer.normalize_advantages()
+    torch.testing.assert_close(mean, raw[valid].mean())
+    torch.testing.assert_close(spread, raw[valid].std(correction=0))
+    assert bool((buffer["advantage"][~valid] == 0).all())
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"reward": torch.zeros(2, 1)}, r"step's 'reward' is torch.float32 \[2, 1\] on cpu; this rollout holds torch.float32 \[2\]"),
     ({"done": torch.zeros(2)}, r"step's 'done' is torch.float32 \[2\] on cpu; this rollout holds torch.bool \[2\]"),
@@ -150,6 +165,30 @@ def test_one_batch_is_a_view_and_minibatches_hold_every_sequence_once() -> None:
     pieces = list(parts_of(parts[0], 2))
     assert torch.equal(torch.cat([piece.actions for piece in pieces], 1), parts[0].actions)
     assert torch.equal(torch.cat([piece.hidden for piece in pieces]), parts[0].hidden)
+
+
+def test_minibatches_are_drawn_anew_every_time() -> None:
+    buffer, last = filled(agent(), rows=16, steps=4)
+    buffer.compute_advantages_and_returns(1.0, 0.9, last)
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.cat([part.value[0] for part in buffer.get_batched_sequences(4, generator)]) for _ in range(3)]
+    for order, other in ((orders[0], orders[1]), (orders[1], orders[2]), (orders[0], buffer["value"][0])):
+        assert not torch.equal(order, other)
+        assert torch.equal(order.sort().values, other.sort().values)
+    again = torch.cat([part.value[0] for part in buffer.get_batched_sequences(4, torch.Generator().manual_seed(0))])
+    assert torch.equal(again, orders[0]), "by the generator alone"
+
+
+def test_steps_are_counted_from_the_beginning_of_their_episode() -> None:
+    buffer, _ = filled(agent(), rows=6, steps=20, ends=0.2, cuts=0.1)
+    for row in range(6):
+        count, expected = 0, []
+        for reset in buffer["reset"][:, row].tolist():
+            count = 0 if reset else count
+            expected.append(count)
+            count += 1
+        assert buffer["clock"][:, row].tolist() == expected
+    assert int(buffer["clock"].max()) < 19
 
 
 def test_chunks_begin_with_the_memory_they_began_with() -> None:

@@ -1,6 +1,7 @@
 """Observations and masks of a living environment."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from esper.leyline import (
     View,
 )
 from esper.tamiyo import OBSERVATION, ActionDistribution, ActionLogits, ActionMasks, Normaliser, Random, action_masks, observe
+from esper.tamiyo.controller import Glimpse
 from esper.tolaria import Kind, MorphogeneticEnv, PreviewConfig
 from tests.minds import SPEC, every_action, random_masks
 from tests.workshop import toy_env, toy_family
@@ -155,6 +157,94 @@ def test_observations_follow_their_spec_and_miss_nothing_silently() -> None:
     third = observe(env.view())
     torch.testing.assert_close(column("row", "slopes", third), column("row", "scores", third) - latest)
     assert bool((column("candidate", "previewed", third) == 0).all()), "nobody asked for previews"
+
+
+def test_fields_of_a_row_are_what_their_names_say() -> None:
+    """Row by row from the view, in plain numbers: the clock, the gap, and both prices in the cost."""
+    env = grown(8, family=toy_family(flop_prices=(0.5,), prices=(1e-4,), horizons=(6, 9)))
+    view = env.view()
+    facts, seen = view.facts, observe(view)
+    assert facts is not None
+    params = float(facts.host.params)
+    assert bool((facts.spent > 0).any())
+    for row in range(8):
+        loss, _, _, train_loss = facts.scores[row].tolist()
+        left, horizon = int(view.horizon[row] - view.clock[row]), int(view.horizon[row])
+        size = float(facts.costs[row, :, 0].sum()) / params
+        expected = {"epochs_left": math.log(1 + left) / math.log(31), "horizon": math.log(1 + horizon) / math.log(31),
+                    "progress": int(view.clock[row]) / horizon, "gap": loss - train_loss, "price": 1e-4 * params,
+                    "flop_price": 0.5, "size": size, "spent": float(facts.spent[row]),
+                    "cost": 1e-4 * params * size + 0.5 * float(facts.spent[row])}
+        found = {name: float(column("row", name, seen)[row, 0]) for name in expected}
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert len({int(left) for left in view.horizon - view.clock}) > 1, "clock and epochs left differ"
+
+
+def test_a_ramp_shows_how_far_it_has_to_go() -> None:
+    spec = ActionSpec.full(2, toy_env(1).spec.blueprints)
+    env = toy_env(2, toy_family(horizons=(12,)), spec=spec)
+    env.reset(env.family.scenarios(2))
+    wait, longest = spec.action(LifecycleOp.WAIT), max(TEMPOS)
+    plan = [spec.action(LifecycleOp.GERMINATE, slot=0, blueprint="norm", tempo=longest), wait,
+            spec.action(LifecycleOp.ADVANCE, slot=0), *[wait] * (longest - 1)]
+    shown = []
+    for action in plan:
+        env.step(torch.tensor([action, wait]))
+        seen = observe(env.view())
+        left, direction = (column("slot", name, seen)[..., 0] for name in ("ramp_left", "ramp_direction"))
+        shown.append((float(left[0, 0]), float(direction[0, 0])))
+        assert bool((left[1] == 0).all()), "nothing ramps there"
+        assert float(left[0, 1]) == 0
+    ramp = [((longest - done) / longest, 1.0) for done in range(1, longest)]
+    assert shown == [(0.0, 0.0), (0.0, 0.0), *ramp, (0.0, 0.0)]
+
+
+def test_draws_depend_on_scenario_seed_and_clock_and_rows_that_are_done_wait() -> None:
+    env = grown(6, epochs=6)
+    view = env.view()
+    assert {*view.done.tolist()} == {True, False}
+
+    def glimpse(view: View, seed: int = 0) -> Glimpse:
+        return Glimpse.of(view, seed, torch.device("cpu"))
+
+    first = glimpse(view)
+    assert torch.equal(first.valid, ~view.done)
+    assert torch.equal(first.reset, view.clock == 0)
+    assert torch.equal(first.u, glimpse(view).u)
+    changes = {"clock": view.clock - 1, "key": view.key + 1}
+    others = [glimpse(dataclasses.replace(view, **{name: value})).u for name, value in changes.items()]
+    for other in (*others, glimpse(view, seed=1).u):
+        assert bool((other != first.u).all())
+    assert first.u.unique().numel() == first.u.numel()
+
+
+def test_a_target_that_is_not_chosen_must_be_free_too() -> None:
+    """A spec without the target's head always names the default, which a seed that holds it already cannot take."""
+    names, target = toy_env(1).spec.blueprints, SPEC.defaults[Head.ALPHA_TARGET]
+    spec = ActionSpec(2, names, heads=(Head.OP, Head.SLOT, Head.BLUEPRINT, Head.ALPHA_SPEED))
+    env = toy_env(4, toy_family(horizons=(8,)), spec=spec)
+    env.reset(env.family.scenarios(4))
+    view, number = env.view(), spec.ops.index(LifecycleOp.SET_ALPHA_TARGET)
+    verdicts, free = torch.ones_like(view.verdicts), torch.ones_like(view.free_targets)
+    free[0, 1, target], free[2, :, target] = False, False
+    masks = action_masks(dataclasses.replace(view, verdicts=verdicts, free_targets=free))
+    assert torch.equal(masks.slot[:, number], free[..., target])
+    assert masks.op[:, number].tolist() == [True, True, False, True]
+
+
+def test_scaled_fields_are_cut_at_the_limit() -> None:
+    spec = ObservationSpec((Field("a", 1, True), Field("b")), (Field("s"),), (Field("c"),))
+
+    def seen(values: list[float]) -> Observation:
+        row = torch.tensor([[value, value] for value in values])
+        return Observation(row, torch.zeros(len(values), 1, 1), torch.zeros(len(values), 1, 1, 1))
+
+    for limit in (5.0, 2.0):
+        normaliser = Normaliser(spec) if limit == 5 else Normaliser(spec, limit=limit)
+        normaliser.update(seen([-1.0, 1.0] * 50))
+        row = normaliser(seen([-100.0, -1.0, 1.5, 100.0])).row
+        torch.testing.assert_close(row[:, 0], torch.tensor([-limit, -1.0, 1.5, limit]))
+        assert row[:, 1].tolist() == [-100.0, -1.0, 1.5, 100.0], "what is not scaled passes"
 
 
 def test_evidence_enters_with_its_bit() -> None:

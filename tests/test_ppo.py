@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, StateFormatError
+from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, Observation, StateFormatError
 from esper.leyline.storage import read_state, write_state
-from esper.simic import AnomalyDetector, Collector, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
+from esper.simic import AnomalyDetector, Collector, Outcome, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
 from esper.simic import ppo as ppo_module
 from esper.simic.buffer import parts_of
 from esper.simic.metrics import METRICS, check_metrics
-from esper.tamiyo import Controller, Learned, NetworkConfig
+from esper.tamiyo import Controller, Learned, NetworkConfig, Normaliser
+from esper.tamiyo.controller import Glimpse
 from tests.minds import SEES, SPEC, TINY, Chance, agent, filled, op_index
 
 SOURCES = Path(ppo_module.__file__).parents[1]
@@ -817,6 +818,41 @@ def test_collecting_bootstraps_from_what_a_cut_row_would_have_seen() -> None:
     buffer.reset()
     with pytest.raises(EsperError, match="a row was cut, and the world does not say what it would have seen next"):
         collector.fill(buffer)
+
+
+class Waiting(Chance):
+    """A world in which rows end for good: from then on they wait, and show what nobody may count."""
+
+    over = torch.tensor([False, True, False, True])
+
+    def look(self) -> Glimpse:
+        glimpse = super().look()
+        if bool(self.fresh.all()):
+            return glimpse
+        for part in glimpse.seen:
+            part[self.over] = 100.0
+        return glimpse._replace(valid=~self.over)
+
+    def step(self, actions: torch.Tensor) -> Outcome:
+        outcome = super().step(actions)
+        return outcome._replace(done=self.over.clone(), truncated=torch.zeros(4, dtype=torch.bool))
+
+
+def test_rows_that_are_over_are_neither_counted_nor_learned_from() -> None:
+    mind = agent()
+    world = Waiting(4, ends=0.0, cuts=0.0)
+    looked: list[Glimpse] = []
+    look = world.look
+    world.look = lambda: (looked.append(look()), looked[-1])[1]  # type: ignore[method-assign, func-returns-value]
+    buffer = mind.buffer(5, 4)
+    Collector(mind, world, 4).fill(buffer)
+    assert buffer["valid"].tolist() == [[True] * 4] + 4 * [[True, False, True, False]]
+    expected = Normaliser(SEES)
+    for number, glimpse in enumerate(looked[:5]):
+        expected.update(Observation(*(part if number == 0 else part[~world.over] for part in glimpse.seen)))
+    for found, stat in zip(mind.controller.normaliser.stats, expected.stats, strict=True):
+        assert torch.equal(found, stat)
+    assert float(mind.controller.normaliser.stats[0][0].max()) == 4 + 4 * 2
 
 
 def test_acting_and_learning_use_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
