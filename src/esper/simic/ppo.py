@@ -198,7 +198,7 @@ class PPOAgent:
     @torch.no_grad()
     def _check_numbers(self, buffer: TamiyoRolloutBuffer) -> None:
         """Raise for what no update may learn from, before anything changes. Rows that wait hold zeros."""
-        names = ("reward", "value", "bootstrap", "target", "told", "seen.row", "seen.slot", "seen.candidate")
+        names = ("reward", "value", "bootstrap", "target", "privileged", "seen.row", "seen.slot", "seen.candidate")
         parts = {name: buffer[name] for name in names}
         bad = {name: ~part.isfinite() for name, part in parts.items()}
         bad["reward"] |= parts["reward"].abs() > LARGEST
