@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -9,6 +10,25 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer; int64 products wrap on every device
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """What a scenario's key is mixed with: two purposes never share their draws."""
+
+    WEIGHTS = 0
+    SCENARIO = 1
+    SWEEP_RATE = 5
+    ACTION = 7
+    SUBSET = 10
+    LABEL = 11
+    SHIFT = 12
+    NOISE = 13
+    SHUFFLE = 14
+    ORDER = 15
+    AUGMENT = 16
+    LUCK = 20
+    SHUFFLED_DECISIONS = 21
+    SWEEP = 99
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:

@@ -29,7 +29,7 @@ from esper.leyline import (
     SeedStage,
     View,
 )
-from esper.leyline.keys import mix
+from esper.leyline.keys import Purpose, mix
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.feed import Feed
 from esper.tolaria.governor import RULES, Governor, GovernorConfig
@@ -152,7 +152,7 @@ class MorphogeneticEnv:
         if len(scenarios) != len(rows):
             raise EsperError(f"{len(scenarios)} scenarios for {len(rows)} rows; give one to each")
         self.scenarios.put(rows, scenarios)
-        self.population.reset(rows, mix(scenarios.key, 0), scenarios.impairments(self.family.host.stages))
+        self.population.reset(rows, mix(scenarios.key, Purpose.WEIGHTS), scenarios.impairments(self.family.host.stages))
         self.feed.reset(rows, scenarios)
         self.clock[rows], self.done[rows], self.spent[rows] = 0, False, 0
         self.governor.reset(rows)

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from esper.kasmina import find_objective
 from esper.leyline import EsperError
-from esper.leyline.keys import mix, uniform
+from esper.leyline.keys import Purpose, mix, uniform
 from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData
 
 NOISES = 4096
 """Vectors in the bank from which samples draw their noise."""
-_SUBSET, _LABEL, _SHIFT, _NOISE, _SHUFFLE, _ORDER, _AUGMENT = range(10, 17)  # purposes of keys
 
 
 class Feed:
@@ -63,15 +62,15 @@ class Feed:
         where, n = rows.to(self.device), len(self.x)
         key = scenarios.key.to(self.device)
         self.key[where] = key
-        self.subset[where] = _shuffled(mix(key, _SUBSET), n)
+        self.subset[where] = _shuffled(mix(key, Purpose.SUBSET), n)
         count = scenarios.of_kind("samples").to(self.device)
         self.count[where] = torch.where(count > 0, count, n).clamp(max=n)
-        wrong = uniform(mix(key, _LABEL), n) < scenarios.of_kind("label_noise").to(self.device)[:, None]
-        drawn = self.objective.wrong_labels(uniform(mix(key, _LABEL, 1), n), self.y, self.outputs)
+        wrong = uniform(mix(key, Purpose.LABEL), n) < scenarios.of_kind("label_noise").to(self.device)[:, None]
+        drawn = self.objective.wrong_labels(uniform(mix(key, Purpose.LABEL, 1), n), self.y, self.outputs)
         self.labels[where] = torch.where(wrong, drawn, self.y)
         self.noise[where] = scenarios.of_kind("noise").to(self.device, torch.float32)
         self.shift[where] = scenarios.of_kind("shift").to(self.device)
-        mixed = _shuffled(mix(key, _SHUFFLE), math.prod(self.inputs[1:] or self.inputs))  # all channels alike
+        mixed = _shuffled(mix(key, Purpose.SHUFFLE), math.prod(self.inputs[1:] or self.inputs))  # all channels alike
         straight = torch.arange(mixed.shape[1], device=self.device)
         one = torch.where(scenarios.of_kind("shuffle").to(self.device)[:, None], mixed, straight)
         channels = torch.arange(self.x.shape[1] // one.shape[1], device=self.device) * one.shape[1]
@@ -83,7 +82,7 @@ class Feed:
     def begin_epoch(self, clock: Tensor) -> None:
         """Fix the order of this epoch from each row's clock [N]."""
         self._clock = clock.to(self.device)
-        place = _shuffled(mix(self.key, _ORDER, self._clock), len(self.x))
+        place = _shuffled(mix(self.key, Purpose.ORDER, self._clock), len(self.x))
         self._order = self.subset.gather(1, place % self.count[:, None]).t().contiguous()  # [n, N]
 
     def train(self, step: int) -> tuple[Tensor, Tensor]:
@@ -106,7 +105,7 @@ class Feed:
         else:
             out = x.index_select(0, sample.flatten()).view(*sample.shape, -1)  # indexing copies number by number
         if self._noisy:
-            which = mix(self.key, _NOISE, split)[None] + sample * 2_654_435_761
+            which = mix(self.key, Purpose.NOISE, split)[None] + sample * 2_654_435_761
             out = out + self.noise[None, :, None] * self._noises[which.remainder(NOISES)]
         return out.view(*sample.shape, *self.inputs)
 
@@ -117,8 +116,8 @@ class Feed:
         extent = self.inputs[1:] or self.inputs
         grids = []
         for axis, size in enumerate(extent):
-            fixed = _spread(mix(self.key[None], _SHIFT + 100 * split, axis, sample), self.shift)
-            fresh = _spread(mix(self.key[None], _AUGMENT, axis, self._clock[None], sample), augment) if augment else 0
+            fixed = _spread(mix(self.key[None], Purpose.SHIFT + 100 * split, axis, sample), self.shift)
+            fresh = _spread(mix(self.key[None], Purpose.AUGMENT, axis, self._clock[None], sample), augment) if augment else 0
             grids.append((torch.arange(size, device=self.device) - (fixed + fresh)[..., None]) % size)  # [B, N, size]
         inside = grids[0] if len(grids) == 1 else (grids[0][..., :, None] * extent[1] + grids[1][..., None, :]).flatten(2)
         channels = self.x.shape[1] // inside.shape[2]

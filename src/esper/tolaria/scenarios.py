@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper.kasmina import Host, Impairments, OptimConfig
 from esper.leyline import EsperError
-from esper.leyline.keys import mix, uniform
+from esper.leyline.keys import Purpose, mix, uniform
 from esper.tolaria.tasks import TASKS
 
 
@@ -145,7 +145,7 @@ class Family:
 
     def draw(self, keys: Tensor) -> Scenarios:
         """Scenarios that depend on their keys [N] alone."""
-        u = uniform(mix(keys, 1), 5)
+        u = uniform(mix(keys, Purpose.SCENARIO), 5)
 
         def pick(column: int, values: tuple[float, ...]) -> Tensor:
             return (u[:, column] * len(values)).long()

@@ -18,7 +18,7 @@ from torch import Tensor
 from esper.kasmina import blueprints_for
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
-from esper.leyline.keys import mix, uniform
+from esper.leyline.keys import Purpose, mix, uniform
 from esper.leyline.storage import decoding, read_json, write_json
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan, Watch, played, search
@@ -199,7 +199,7 @@ def shuffled(learned: Episodes, family: Family, scenarios: Scenarios, settled: i
     row never share a slot.
     """
     kept, slots = births(learned), len(family.host.slots)
-    orders = [uniform(mix(torch.tensor([seed]), 21, column), len(kept))[0].argsort() for column in range(3)]
+    orders = [uniform(mix(torch.tensor([seed]), Purpose.SHUFFLED_DECISIONS, column), len(kept))[0].argsort() for column in range(3)]
     rows, times, places, blueprints = (kept[:, 0], *(kept[order, 1 + column] for column, order in enumerate(orders)))
     birth = torch.full((len(scenarios), slots), -1)
     kind = torch.zeros_like(birth)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esper.kasmina import blueprints_for
 from esper.leyline import ActionSpec, EsperError, LifecycleOp
-from esper.leyline.keys import mix, uniform
+from esper.leyline.keys import Purpose, mix, uniform
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes
 from esper.tamiyo import Scripted, Wait, entry
@@ -116,11 +116,11 @@ def conditions(family: Family, scenarios: Scenarios) -> Tensor:
 def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scenarios, Tensor]:
     """(every kind with each of these inits, [K] init numbers) at one horizon."""
     number = torch.arange(start, start + inits).repeat_interleave(len(family.kinds))
-    drawn = family.draw(mix(torch.full_like(number, 99), number))
+    drawn = family.draw(mix(torch.full_like(number, Purpose.SWEEP), number))
     kind = torch.arange(len(family.kinds)).repeat(inits)
     every = torch.full_like(kind, horizon)
-    lr = torch.tensor(family.lrs, dtype=torch.float64)[(uniform(mix(drawn.key, 5), 1)[:, 0] * len(family.lrs)).long()]
-    return Scenarios(drawn.key, kind, drawn.price, drawn.flop_price, every, lr, family.kinds), number
+    lr = torch.tensor(family.lrs, dtype=torch.float64)[(uniform(mix(drawn.key, Purpose.SWEEP_RATE), 1)[:, 0] * len(family.lrs)).long()]
+    return replace(drawn, kind=kind, horizon=every, lr=lr), number
 
 
 def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: int = 512, preview_steps: int = 30,
