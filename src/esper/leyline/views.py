@@ -59,7 +59,7 @@ class View:
     """What any policy may know of N rows: what is legal, which clock runs, and what was measured."""
 
     spec: ActionSpec
-    key: "Tensor"  # [N] for draws that depend on scenario and clock alone; says nothing about the scenario
+    luck: "Tensor"  # [N] a random number of the episode, for draws; says nothing about the scenario
     price: "Tensor"  # [N]
     flop_price: "Tensor"  # [N]
     horizon: "Tensor"  # [N]

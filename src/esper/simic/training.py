@@ -118,11 +118,11 @@ class Training:
         `watch` is told the rounds that are done, after each.
         """
         config, agent = self.config, self.agent
-        buffer = agent.buffer(self.world.steps, config.rows)
+        buffer = agent.buffer(self.world.steps, config.rows, config.ppo.chunk)
         nothing = torch.zeros(config.rows, device=agent.device)  # every episode ends within its round
         while agent.updates < config.rounds and not stop():
             number, known = agent.updates, len(self.world.twins.known)
-            played = self.world.collect(agent, self._scenarios(number), buffer, config.seed, config.privileged)
+            played = self.world.collect(agent, self._scenarios(number), buffer, (config.seed, number), config.privileged)
             metrics = agent.update(buffer, nothing)
             fresh = len(self.world.twins.known) > known
             self._record(number, played)

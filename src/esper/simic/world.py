@@ -60,7 +60,7 @@ class RewardWorld:
         episodes = play(self.env, policy, scenarios, watch=self._pay)  # type: ignore[arg-type]
         return self._paid(episodes)
 
-    def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer, seed: int,
+    def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer, seed: tuple[int, ...],
                 privileged: bool = True) -> Round:
         """Episodes of an agent's controller, which fill a rollout; `seed` decides its draws."""
         self._begin(scenarios)

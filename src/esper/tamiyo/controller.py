@@ -9,7 +9,7 @@ from torch import Tensor
 
 from esper.leyline import ActionSpec, EsperError, Observation, ObservationSpec, StateFormatError, View
 from esper.leyline.codec import from_dict, to_dict
-from esper.leyline.keys import mix, uniform
+from esper.leyline.keys import Purpose, mix, uniform
 from esper.leyline.storage import decoding
 from esper.tamiyo.masks import ActionMasks, action_masks
 from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig, exact
@@ -27,10 +27,11 @@ class PolicyInput(NamedTuple):
     privileged: Tensor | None = None  # [N, W] what the value head alone sees; None: nothing
 
     @classmethod
-    def of(cls, view: View, seed: int, device: torch.device) -> "PolicyInput":
+    def of(cls, view: View, seed: tuple[int, ...], device: torch.device) -> "PolicyInput":
+        """`seed` decides the draws, with the episode's luck and the clock."""
         named = {name: mask.to(device) for name, mask in action_masks(view).named().items()}
         seen = Observation(*(part.to(device) for part in observe(view)))
-        u = uniform(mix(view.key, 11, seed, view.clock), len(view.spec.heads))
+        u = uniform(mix(view.luck, Purpose.ACTION, *seed, view.clock), len(view.spec.heads))
         return cls(seen, ActionMasks.from_named(view.spec, named), (view.clock == 0).to(device), u.to(device),
                    (~view.done).to(device))
 

@@ -43,7 +43,7 @@ class NetworkConfig:
     """Privileged inputs: numbers that the value head alone sees while it learns; a controller that only acts needs none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("hidden", 1), ("slot", 1), ("candidate", 1), ("trunk", 1), ("told", 0)):
+        for name, least in (("hidden", 1), ("slot", 1), ("candidate", 1), ("trunk", 1), ("privileged", 0)):
             size = getattr(self, name)
             if not isinstance(size, int) or not least <= size <= WIDEST:
                 raise EsperError(f"{name} is {size!r}; expected a whole number from {least} to {WIDEST}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import ActionSpec, EsperError, View
-from esper.leyline.keys import mix, uniform
+from esper.leyline.keys import Purpose, mix, uniform
 from esper.leyline.storage import read_state
 from esper.tamiyo.controller import Controller, PolicyInput
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits
@@ -31,13 +31,13 @@ class PolicyBundle(Protocol):
 
 
 class Random:
-    """Uniform over possible ops, then slots, then values. Draws depend on scenario and clock alone."""
+    """Uniform over possible ops, then slots, then values. Draws depend on the luck of the episode and the clock alone."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def __call__(self, view: View) -> Tensor:
-        masks, u = action_masks(view), uniform(mix(view.key, 7, self.seed, view.clock), len(view.spec.heads))
+        masks, u = action_masks(view), uniform(mix(view.luck, Purpose.ACTION, self.seed, view.clock), len(view.spec.heads))
         return ActionDistribution(view.spec, ActionLogits.flat(view.spec, masks), masks).sample(u)
 
 
@@ -63,7 +63,7 @@ class Learned:
     def __call__(self, view: View) -> Tensor:
         if self.hidden is None or len(self.hidden) != len(view.clock):
             self.hidden = self.controller.network.get_initial_hidden(len(view.clock))
-        _, acted = self.controller.act(PolicyInput.of(view, self.seed, self.controller.device), self.hidden, greedy=self.greedy)
+        _, acted = self.controller.act(PolicyInput.of(view, (self.seed,), self.controller.device), self.hidden, greedy=self.greedy)
         self.hidden = acted.hidden
         return acted.actions.cpu()
 

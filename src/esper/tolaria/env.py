@@ -171,9 +171,9 @@ class MorphogeneticEnv:
         """What policies read."""
         life = self.population.life
         drawn = self.scenarios
-        return View(self.spec, mix(drawn.key, 7), drawn.price.clone(), drawn.flop_price.clone(), drawn.horizon.clone(),
-                    self.clock.clone(), self.done.clone(), life.verdicts(), life.free_targets(), seeds_of(life), self._facts(),
-                    self.settling)
+        return View(spec=self.spec, luck=drawn.luck.clone(), price=drawn.price.clone(), flop_price=drawn.flop_price.clone(),
+                    horizon=drawn.horizon.clone(), clock=self.clock.clone(), done=self.done.clone(), verdicts=life.verdicts(),
+                    free_targets=life.free_targets(), seeds=seeds_of(life), facts=self._facts(), settling=self.settling)
 
     def _facts(self) -> Facts:
         life, unknown = self.population.life, torch.zeros(self.rows, self.spec.slots)

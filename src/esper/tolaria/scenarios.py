@@ -60,6 +60,7 @@ class Scenarios:
     flop_price: Tensor  # [N]
     horizon: Tensor  # [N] int64
     lr: Tensor  # [N] float64
+    luck: Tensor  # [N] int64: for the draws of policies; says nothing about the rest
     kinds: tuple[Kind, ...]
 
     def __len__(self) -> int:
@@ -144,7 +145,8 @@ class Family:
         return TASKS[self.task].objective
 
     def draw(self, keys: Tensor) -> Scenarios:
-        """Scenarios that depend on their keys [N] alone."""
+        """Scenarios that depend on their keys [N] alone; their luck depends on their place among the N, and on nothing else: a
+        policy that sees it learns nothing of the key."""
         u = uniform(mix(keys, Purpose.SCENARIO), 5)
 
         def pick(column: int, values: tuple[float, ...]) -> Tensor:
@@ -153,8 +155,10 @@ class Family:
         def value(column: int, values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype)[pick(column, values)]
 
-        return Scenarios(keys.clone(), pick(0, (0.0,) * len(self.kinds)), value(1, self.prices), value(2, self.flop_prices),
-                         value(3, self.horizons, torch.int64), value(4, self.lrs, torch.float64), self.kinds)
+        return Scenarios(key=keys.clone(), kind=pick(0, (0.0,) * len(self.kinds)), price=value(1, self.prices),
+                         flop_price=value(2, self.flop_prices), horizon=value(3, self.horizons, torch.int64),
+                         lr=value(4, self.lrs, torch.float64), kinds=self.kinds,
+                         luck=mix(torch.full_like(keys, Purpose.LUCK), torch.arange(len(keys))))
 
     def scenarios(self, count: int, split: str = "train", start: int = 0) -> Scenarios:
         """Scenarios number `start` .. `start + count - 1` of a split; splits share no key."""
