@@ -140,7 +140,7 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
     if asked == "reported":
         return Claim(name, control, asked, *figures, "reported")
     passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -MARGIN, high <= -MARGIN),
-                    "half": (figures[1] >= 0, high < 0)}[asked]
+                    "half": (low >= 0, high < 0)}[asked]
     if asked == "half" and interval(arms[BETWEEN[1]].utility - arms[BETWEEN[0]].utility)[0] <= 0:
         return Claim(name, control, asked, *figures, "refused", f"{BETWEEN[1]} is not above {BETWEEN[0]}: there is no way to go")
     if lost:  # no further scenario would help
