@@ -1,3 +1,72 @@
-"""Esper grows neural networks while they train."""
+"""Esper grows neural networks while they train.
 
-__version__ = "0.1.0"
+    import esper
+
+    family = esper.find_family("mlp")                         # scenarios on a task, with small hosts
+    env = esper.MorphogeneticEnv(family, rows=16)             # sixteen host trainings as one program
+    policy = esper.Learned.load("tamiyo-small", env.spec, greedy=True)
+    episodes = esper.play(env, policy, family.scenarios(16))  # one decision per host and epoch
+    episodes.utility(), episodes.decisions()
+
+Names are imported when they are first used; `dir(esper)` lists them. The rooms behind them are `esper.leyline` (contracts),
+`esper.kasmina` (hosts, seeds, populations), `esper.tolaria` (tasks, environments, episodes), `esper.tamiyo` (policies, the
+controller), `esper.simic` (rewards, PPO, training, proofs), `esper.nissa` (the run store) and `esper.karn` (reports).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from esper.kasmina import Host as Host
+    from esper.kasmina import OptimConfig as OptimConfig
+    from esper.kasmina import Population as Population
+    from esper.kasmina import register_blueprint as register_blueprint
+    from esper.leyline import ActionSpec as ActionSpec
+    from esper.leyline import EsperError as EsperError
+    from esper.leyline import LifecycleOp as LifecycleOp
+    from esper.leyline import SeedStage as SeedStage
+    from esper.simic import PPOAgent as PPOAgent
+    from esper.simic import PPOConfig as PPOConfig
+    from esper.simic import RewardWorld as RewardWorld
+    from esper.simic import TrainConfig as TrainConfig
+    from esper.simic import Training as Training
+    from esper.simic.proof import prove as prove
+    from esper.tamiyo import Controller as Controller
+    from esper.tamiyo import Heuristic as Heuristic
+    from esper.tamiyo import Learned as Learned
+    from esper.tamiyo import Random as Random
+    from esper.tamiyo import Wait as Wait
+    from esper.tolaria import EnvConfig as EnvConfig
+    from esper.tolaria import Episodes as Episodes
+    from esper.tolaria import Family as Family
+    from esper.tolaria import Kind as Kind
+    from esper.tolaria import MorphogeneticEnv as MorphogeneticEnv
+    from esper.tolaria import TaskData as TaskData
+    from esper.tolaria import Twins as Twins
+    from esper.tolaria import find_family as find_family
+    from esper.tolaria import play as play
+    from esper.tolaria import register_family as register_family
+    from esper.tolaria import replay as replay
+
+_SURFACE = {
+    "esper.leyline": ("ActionSpec", "EsperError", "LifecycleOp", "SeedStage"),
+    "esper.kasmina": ("Host", "OptimConfig", "Population", "register_blueprint"),
+    "esper.tolaria": ("EnvConfig", "Episodes", "Family", "Kind", "MorphogeneticEnv", "TaskData", "Twins", "find_family", "play",
+                      "register_family", "replay"),
+    "esper.tamiyo": ("Controller", "Heuristic", "Learned", "Random", "Wait"),
+    "esper.simic": ("PPOAgent", "PPOConfig", "RewardWorld", "TrainConfig", "Training"),
+    "esper.simic.proof": ("prove",),
+}
+_ROOM_OF = {name: room for room, names in _SURFACE.items() for name in names} | {"__version__": "esper.leyline.provenance"}
+__all__ = sorted(name for name in _ROOM_OF if not name.startswith("_"))  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'esper' has no attribute {name!r}")
+    room = import_module(_ROOM_OF[name])
+    return room.VERSION if name == "__version__" else getattr(room, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -64,8 +65,9 @@ def _run(verb: str | None, words: Sequence[str]) -> int:
         hint = f"; did you mean esper {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"
         print(f"esper: no command {_printable(' '.join(words))!r}{hint}", file=sys.stderr)
         return 2
+    kind: Any
     kind, module, _ = COMMANDS[verb]
-    config = tyro.cli(kind, args=words[len(verb.split()) :], prog=f"esper {verb}")
+    config: Any = tyro.cli(kind, args=words[len(verb.split()) :], prog=f"esper {verb}")
     keep_freed_memory()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     return import_module(f"esper.cli.{module}").run(config, console) or 0

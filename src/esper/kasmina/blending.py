@@ -190,10 +190,13 @@ def _spread(strength: Tensor, h: Tensor) -> Tensor:
 class Graft(nn.Module):
     """One seed at one slot of a plain network."""
 
+    alpha: Tensor
+
     def __init__(self, seed: nn.Module, style: Style, alpha: float, gate: Tensor) -> None:
         """`gate` [C + 1]: weights and bias of the gate, used where the style has one."""
         super().__init__()
-        self.seed, self.style, self.alpha = seed, style, alpha
+        self.seed, self.style = seed, style
+        self.register_buffer("alpha", torch.tensor(alpha, dtype=gate.dtype))  # a state dict without it would be another network
         self.gate = None
         if style is Style.GATE:
             self.gate = nn.utils.skip_init(nn.Linear, len(gate) - 1, 1, dtype=gate.dtype)

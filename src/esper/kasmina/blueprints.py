@@ -119,7 +119,9 @@ def _refuse_unliftable(name: str, module: nn.Module, shape: SlotShape) -> None:
         raise EsperError(f"blueprint {name!r} works in place, which would overwrite its host; use inplace=False")
     x = torch.zeros(2, shape.channels, *shape.extent)
     with torch.no_grad():
-        out: Tensor = (module.body if isinstance(module, Scaled) else module)(x)
+        out = (module.body if isinstance(module, Scaled) else module)(x)
+    if not isinstance(out, Tensor):
+        raise EsperError(f"blueprint {name!r} returns a {type(out).__name__}; a seed returns one tensor of its input's shape")
     if out.shape != x.shape:
         raise EsperError(f"blueprint {name!r} turns {list(x.shape)} into {list(out.shape)}; a seed must keep its input's shape")
 
@@ -224,7 +226,8 @@ def _register(blueprint: Blueprint) -> Blueprint:
     return blueprint
 
 
-def register_blueprint(name: str, build: Callable[[int], nn.Module], hosts: tuple[str, ...], reach: int = 1) -> Blueprint:
+def register_blueprint(name: str, build: Callable[[int], nn.Module], hosts: tuple[str, ...] | str,
+                       reach: int = 1) -> Blueprint:
     """Add your own seed: `build(channels)` returns a plain module that keeps its input's shape.
 
     It is wrapped in a per-channel scale that is zero at birth, so any module starts without disturbing its host, and it
@@ -233,6 +236,7 @@ def register_blueprint(name: str, build: Callable[[int], nn.Module], hosts: tupl
     def scaled(shape: SlotShape) -> nn.Module:
         return Scaled(build(shape.channels), shape.channels)
 
+    hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
     return _register(Blueprint(name, scaled, hosts, SeedKind.CUSTOM, reach, draws_own_weights=True))
 
 

@@ -29,11 +29,6 @@ class Impairments:
     frozen: Tensor
     """bool: the stage keeps its initial weights."""
 
-    @classmethod
-    def none(cls, rows: int, stages: int) -> "Impairments":
-        off = torch.zeros(rows, stages, dtype=torch.bool)
-        return cls(off, torch.ones(rows, stages), off.clone())
-
 
 def _mlp_stage(inputs: int, outputs: int, taps: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, outputs), nn.LayerNorm(outputs), nn.ReLU())
@@ -84,6 +79,9 @@ class Host:
         if self.kind not in HOSTS:
             raise EsperError(f"no host kind {self.kind!r}; choose from {', '.join(HOSTS)}")
         row = HOSTS[self.kind]
+        for name in ("inputs", "widths"):
+            if not isinstance(getattr(self, name), (tuple, list)):
+                raise EsperError(f"{name} is {getattr(self, name)!r}; expected a tuple of whole numbers")
         object.__setattr__(self, "inputs", tuple(self.inputs) or row.inputs)
         object.__setattr__(self, "widths", tuple(self.widths) or row.widths)
         if (len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 1 or self.taps % 2 == 0

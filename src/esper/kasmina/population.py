@@ -171,6 +171,7 @@ class Population:
         if y.shape != x.shape[:2]:
             raise EsperError(f"labels have shape {list(y.shape)}; expected {list(x.shape[:2])}")
         if self._stepper is None:
+            self._check_first(x, y)
             pack, life = self._packed(), self.life
             ghosts = torch.where(life.incubating, life.target, 0.0) if self.incubation == "straight_through" else None
             main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile)
@@ -273,9 +274,17 @@ class Population:
         return values.detach().cpu().double().clone()
 
     def _check_samples(self, x: Tensor, rows: int) -> None:
-        if x.dim() < 2 or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
-            raise EsperError(f"samples have shape {list(x.shape)}; expected [batch, {rows}, "
+        if x.dim() < 2 or not len(x) or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
+            raise EsperError(f"samples have shape {list(x.shape)}; expected [batch of at least 1, {rows}, "
                              f"{', '.join(map(str, self.host.inputs))}]")
+
+    def _check_first(self, x: Tensor, y: Tensor) -> None:
+        """What would train silently and wrongly; once per epoch, since asking a device makes it wait."""
+        if not self.life.open:
+            raise EsperError("no epoch has begun; call begin_epoch before train_step")
+        self.objective.check(y.flatten(), self.host.classes)
+        if not bool(x.isfinite().all()):
+            raise EsperError("samples hold NaN or infinite numbers; clean them before training")
 
     def costs(self) -> tuple[Tensor, Tensor]:
         """(parameters, FLOPs per sample) of the seeds in each slot, [N, S] int64; empty slots cost nothing."""
@@ -287,6 +296,8 @@ class Population:
 
     def extract(self, row: int) -> nn.Module:
         """The row's network as a plain module that computes the same function. Seeds without effect are left out."""
+        if not 0 <= row < self.rows:
+            raise EsperError(f"there is no row {row}; a population of {self.rows} has 0 to {self.rows - 1}")
         self._flush()
         with seeded(0):
             net = self.host.module().to(self.dtype)

@@ -144,8 +144,12 @@ class ActionSpec:
         ops = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)
         return cls(slots, tuple(blueprints), (Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE), ops, auto_advance=True)
 
-    def action(self, op: LifecycleOp, **values: object) -> tuple[int, ...]:
+    def action(self, op: LifecycleOp | str, **values: object) -> tuple[int, ...]:
         """One action in the order of `heads`, from what the heads mean: action(GERMINATE, slot=1, blueprint="norm", tempo=5)."""
+        if isinstance(op, str):
+            if op not in LifecycleOp.__members__:
+                raise EsperError(f"no op {op!r}; there are {', '.join(LifecycleOp.__members__)}")
+            op = LifecycleOp[op]
         indices = dict(self.defaults)
         for name, value in values.items():
             known = {head.name.lower(): head for head in self.heads if head is not Head.OP}

@@ -26,7 +26,8 @@ def to_dict(value: Any) -> Any:
     if isinstance(value, IntEnum):
         return value.name
     if is_dataclass(value) or hasattr(value, "_asdict"):
-        return {name: to_dict(getattr(value, name)) for name in _fields(type(value))}
+        kind: Any = type(value)
+        return {name: to_dict(getattr(value, name)) for name in _fields(kind)}
     if isinstance(value, Mapping):
         return {key.name if isinstance(key, IntEnum) else key: to_dict(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -32,11 +32,6 @@ class SlotConfig:
     def __len__(self) -> int:
         return len(self.names)
 
-    def index(self, name: str) -> int:
-        if name not in self.names:
-            raise EsperError(f"no slot {name!r}; this host has {', '.join(self.names)}")
-        return self.names.index(name)
-
 
 @dataclass(frozen=True)
 class Cost:

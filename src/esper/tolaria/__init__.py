@@ -3,11 +3,11 @@
 from esper.tolaria.env import EnvConfig, MakeEnv, Measurement, MorphogeneticEnv
 from esper.tolaria.episodes import Decision, Episodes, Twins, batches, charges, play, replay, utility
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
-from esper.tolaria.families import FAMILIES, find_family
+from esper.tolaria.families import FAMILIES, find_family, register_family
 from esper.tolaria.governor import Governor, GovernorConfig
 from esper.tolaria.openings import openings
 from esper.tolaria.previews import PreviewConfig, preview_candidates
-from esper.tolaria.scenarios import Family, Kind, Scenario, Scenarios
+from esper.tolaria.scenarios import Family, Kind, Scenarios
 from esper.tolaria.tasks import TASKS, ProofKey, Task, TaskData, add_data, load_task, open_test, present
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "MorphogeneticEnv",
     "PreviewConfig",
     "ProofKey",
-    "Scenario",
     "Scenarios",
     "Scores",
     "Task",
@@ -43,6 +42,7 @@ __all__ = [
     "play",
     "present",
     "preview_candidates",
+    "register_family",
     "replay",
     "utility",
 ]

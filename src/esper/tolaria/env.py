@@ -160,6 +160,19 @@ class MorphogeneticEnv:
         if self.measured is not None:
             self.measured = _replaced(self.measured, rows, None)
 
+    def _settled(self, now: Measurement, back: Tensor) -> Measurement:
+        """Rows that were put back report what was measured before; in its first epoch a row has learned nothing yet, and
+        scores what chance does: rewards must be numbers."""
+        before = _replaced(now, back, self.measured)
+        bare = self.population.objective.chance(self.family.host.classes)
+        chance = bare._asdict() | {"train_loss": bare.loss}
+        flat = before.tensors()
+        for name, tensor in flat.items():
+            value = chance.get(name.rpartition(".")[2])
+            if value is not None and (name == "train_loss" or name.startswith(("all_", "delivered"))):
+                tensor[back] = torch.where(tensor[back].isnan(), value, tensor[back])
+        return _measurement(flat)
+
     def install(self, blueprint: Tensor) -> None:
         """Begin with fossils [N, S] (-1 is none) that are as untrained as their hosts; every row must just have been reset."""
         every = torch.arange(self.rows)
@@ -287,7 +300,7 @@ class MorphogeneticEnv:
                           spent=self.spent.float(), rolled_back=verdict > 0, done=self.done.clone(), seed_params=params,
                           **{name: getattr(life, name).clone() for name in SLOT_STATE})
         back = ((verdict > 0) | over).nonzero().flatten()
-        self.measured = _replaced(now, back, self.measured) if len(back) else now
+        self.measured = self._settled(now, back) if len(back) else now
         running = ~over[:, None]
         on = self.measured.evidence.all_on
         latest = torch.stack([on.loss, on.score, on.smooth, self.measured.train_loss], 1)

@@ -3,7 +3,7 @@
 Legend: T epochs, N rows, S slots.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData
 
 Policy = Callable[[View], Tensor]
-Samples = Iterable[tuple[Tensor, Tensor]]
+Samples = Iterator[tuple[Tensor, Tensor]]
 
 
 def charges(params: Tensor, spent: Tensor, price: Any, flop_price: Any) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ class Twins:
                            for (key, kind, horizon), rate, values in rows}
 
 
-def batches(horizon: Tensor, rows: int) -> Iterable[tuple[Tensor, Tensor]]:
+def batches(horizon: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Episodes [J] by their horizons, so many at a time: (which, the same filled up with the first of them to `rows`).
 
     Short ones come first, so that few rows wait for longer ones to end.

@@ -25,6 +25,14 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
 )}
 
 
+def register_family(family: Family) -> Family:
+    """Make an own family known by its name, to commands that name a --plugin with this call."""
+    if family.name in FAMILIES:
+        raise EsperError(f"there already is a family {family.name!r}; choose another name")
+    FAMILIES[family.name] = family
+    return family
+
+
 def find_family(name: str) -> Family:
     if name not in FAMILIES:
         raise EsperError(f"no family {name!r}; choose from {', '.join(FAMILIES)}")

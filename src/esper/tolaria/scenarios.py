@@ -35,21 +35,6 @@ class Kind:
     frozen: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """One episode's facts."""
-
-    key: int
-    """Decides weights, data order and noise."""
-    kind: Kind
-    price: float = 0.0
-    """Score that one parameter of a live seed costs."""
-    flop_price: float = 0.0
-    """Score that extra training FLOPs cost, per host training (the FLOPs of training the bare host for the episode)."""
-    horizon: int = 20
-    lr: float = 1e-2
-
-
 @dataclass
 class Scenarios:
     """Many scenarios as columns."""
@@ -91,14 +76,6 @@ class Scenarios:
 
         return Impairments(table("one_tap", 0) > 0, table("width", 1), table("frozen", 0) > 0)
 
-    @classmethod
-    def of(cls, scenarios: list[Scenario]) -> "Scenarios":
-        kinds = tuple(dict.fromkeys(s.kind for s in scenarios))
-        return cls(torch.tensor([s.key for s in scenarios]), torch.tensor([kinds.index(s.kind) for s in scenarios]),
-                   torch.tensor([s.price for s in scenarios]), torch.tensor([s.flop_price for s in scenarios]),
-                   torch.tensor([s.horizon for s in scenarios]), torch.tensor([s.lr for s in scenarios], dtype=torch.float64),
-                   kinds)
-
 
 SPLITS = {"train": 0, "validation": 1, "test": 2}
 """Of scenarios: a controller learns on the first, is watched on the second and judged on the third."""
@@ -130,6 +107,11 @@ class Family:
     """Learning rates fall along a cosine to this share at the horizon."""
 
     def __post_init__(self) -> None:
+        for name in ("kinds", "prices", "flop_prices", "horizons", "lrs"):
+            if not isinstance(getattr(self, name), (tuple, list)):
+                raise EsperError(f"{name} of family {self.name!r} is a {type(getattr(self, name)).__name__}; expected a tuple")
+        if not isinstance(self.host, Host) or not isinstance(self.optim, OptimConfig):
+            raise EsperError(f"family {self.name!r} needs a Host and an OptimConfig")
         if self.task not in TASKS:
             raise EsperError(f"no task {self.task!r}; choose from {', '.join(TASKS)}")
         if not (self.kinds and self.prices and self.flop_prices and self.horizons and self.lrs):
@@ -137,6 +119,8 @@ class Family:
         if min(self.horizons) < 1 or self.batch < 1 or self.pool < 1 or min(self.samples, self.validation, self.augment) < 0:
             raise EsperError(f"family {self.name!r} has an impossible size: horizons {self.horizons}, batch {self.batch}, "
                              f"pool {self.pool}, samples {self.samples}, validation {self.validation}")
+        if min(*self.prices, *self.flop_prices, 0.0) < 0 or min(self.lrs) <= 0:
+            raise EsperError(f"family {self.name!r} has a negative price, or a learning rate that is not above 0")
         if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0 for kind in self.kinds):
             raise EsperError(f"family {self.name!r} has a kind with impossible noise, shift or samples")
 

@@ -5,6 +5,7 @@ Legend: n scenarios, S slots.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class Evaluator:
             rows = (choice.clamp(max=len(hosts) - 1) == number).nonzero().flatten()
             parts.append((rows, self._wide(hosts[number], scenarios.take(rows))))
         order = torch.cat([rows for rows, _ in parts]).argsort()
-        joined = {name: torch.cat([getattr(done, name) for _, done in parts])[order] for name in ("flops", "spent", "blueprint")}
+        joined: dict[str, Any] = {name: torch.cat([getattr(done, name) for _, done in parts])[order] for name in ("flops", "spent", "blueprint")}
         columns = (torch.cat([getattr(done.delivered, name) for _, done in parts])[order] for name in ("loss", "score", "smooth"))
         delivered = Scores(*(torch.where(choice < len(hosts), column, torch.nan) for column in columns))
         return replace(parts[0][1], scenarios=scenarios, params=params, delivered=delivered, measured={},

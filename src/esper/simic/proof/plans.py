@@ -90,7 +90,8 @@ class Survey:
 def _priced(family: Family, scenarios: Scenarios, runs: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(utility [prices * K, P], condition [prices * K], hidden kind [prices * K]) of runs [P, K, 3]."""
     prices = prices_of(family)
-    worth = torch.cat([utility(*runs.double().unbind(2), *pair).T for pair in prices])
+    score, params, spent = runs.double().unbind(2)
+    worth = torch.cat([utility(score, params, spent, a, b).T for a, b in prices])
     told = [conditions(family, replace(scenarios, price=torch.full_like(scenarios.price, a),
                                        flop_price=torch.full_like(scenarios.flop_price, b))) for a, b in prices]
     return worth.numpy(), torch.cat(told).numpy(), scenarios.kind.repeat(len(prices)).numpy()

@@ -4,6 +4,7 @@ Legend: n scenarios. This is the only place that opens a test split.
 """
 
 import functools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -77,8 +78,10 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "validation", start=REHEARSAL))
     else:
         _check_power(judge(before, before, config.effect), config.scenarios)
-        held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios, effect {config.effect:g}"))
-        chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "test"), held=held)
+        first = secrets.randbits(40)  # nobody could have played these before; the ledger and the result say which they are
+        held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios from {first} on, "
+                                               f"effect {config.effect:g}"))
+        chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "test", first), held=held)
     results = ProofResults(chosen.scenarios, chosen.play_all(contestants, jobs, watch))
     results.record(sink)
     claims = judge(results.arms, before, config.effect)

@@ -92,8 +92,8 @@ class Sweep:
         """Every scenario at every pair of prices; the choices of these columns (None is all)."""
         prices = prices_of(self.family)
         at = torch.arange(len(self.names)) if columns is None else torch.tensor(columns)
-        worth = torch.stack([utility(self.score, self.params[..., None], self.spent[..., None], *pair) for pair in prices])
-        worth = worth[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
+        priced = torch.stack([utility(self.score, self.params[..., None], self.spent[..., None], a, b) for a, b in prices])
+        worth = priced[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
         scenarios = [replace(self.scenarios, price=torch.full_like(self.scenarios.price, a),
                              flop_price=torch.full_like(self.scenarios.flop_price, b)) for a, b in prices]
         condition = torch.cat([conditions(self.family, drawn) for drawn in scenarios])
