@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-
-from esper.leyline import EsperError, Observation
-from esper.cli.malloc import keep_freed_memory
 from esper.runs import stored, trained
 from esper.simic.court import interval
 from esper.simic.proving import SPARE
 from esper.simic.trials import Trials
+
+from esper.cli.malloc import keep_freed_memory
+from esper.leyline import EsperError, Observation
 from esper.tamiyo import Controller, Learned, Normaliser, Wait
 from esper.tolaria import PreviewConfig
 from experiments.shared import parser, write

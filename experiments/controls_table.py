@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from esper.leyline import SCORES, Head, LifecycleOp, View
 from esper.simic.controls import LEVELS, Tuned, play_plans, play_rule, schedule, shuffled, tune
 from esper.simic.plans import Plan
 from esper.simic.sweep import conditions, observe_early
 from esper.simic.trials import Decision, Delivered, Trials
+from torch import Tensor
+
+from esper.leyline import SCORES, Head, LifecycleOp, View
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Family, PreviewConfig, Scenarios, find_family
 from experiments.shared import parser, write

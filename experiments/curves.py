@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from esper.simic.court import interval
 
 from esper.nissa import read
-from esper.simic.court import interval
 from experiments.shared import parser, write
 
 

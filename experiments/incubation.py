@@ -8,10 +8,10 @@ All arms share scenarios (init, data order); differences are paired. Writes expe
 """
 
 import torch
+from esper.simic.sweep import delivered, full_spec, grid
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage
-from esper.simic.sweep import delivered, full_spec, grid
 from esper.tamiyo import Scripted, entry
 from esper.tolaria import FAMILIES, MorphogeneticEnv
 from experiments.shared import parser, write

@@ -11,13 +11,13 @@ import math
 from pathlib import Path
 
 import torch
-
-from esper.cli.malloc import keep_freed_memory
-from esper.nissa import read
 from esper.simic.controls import LEVELS, Tuned, about, play_plans, play_rule, schedule
 from esper.simic.plans import search
 from esper.simic.proving import REHEARSAL
 from esper.simic.trials import Trials
+
+from esper.cli.malloc import keep_freed_memory
+from esper.nissa import read
 from esper.tamiyo import Learned, Wait
 from esper.tolaria import PreviewConfig, find_family
 from experiments.shared import parser, write

@@ -5,8 +5,9 @@
 
 import argparse
 
-from esper.leyline import LifecycleOp, SeedStage
 from esper.simic.sweep import full_spec
+
+from esper.leyline import LifecycleOp, SeedStage
 from esper.tamiyo import Random
 from esper.tolaria import FAMILIES, MorphogeneticEnv, play
 

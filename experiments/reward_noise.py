@@ -12,10 +12,10 @@ Legend: T epochs, K scenarios (every kind with every init).
 import time
 
 import torch
+from esper.simic.sweep import DECIDE_AT, full_spec, grid, seed_script
 from torch import Tensor
 
 from esper.simic.rewards import standing
-from esper.simic.sweep import DECIDE_AT, full_spec, grid, seed_script
 from esper.tamiyo import Scripted
 from esper.tolaria import FAMILIES, Family, MorphogeneticEnv, Scores
 from esper.tolaria.evaluation import evaluate

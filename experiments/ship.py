@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from esper.leyline import EsperError
-from esper.nissa import read
 from esper.runs import STORE, stored, trained
 from esper.simic.controls import Tuned
 from esper.simic.controls import about as digest_of
+
+from esper.leyline import EsperError
+from esper.nissa import read
 from esper.tamiyo.minds import FOLDER, Member, write_mind
 from experiments.shared import parser
 

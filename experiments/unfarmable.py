@@ -6,11 +6,11 @@ Every sequence is one episode; the best return found must not be positive.
 """
 
 import torch
+from esper.simic.growth import Growth
 from torch import Tensor
 
 from esper.kasmina import Host
 from esper.leyline import ActionSpec, Head, LifecycleOp, View
-from esper.simic.growth import Growth
 from esper.simic.rewards import REWARDS
 from esper.tamiyo import Random
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, TaskData, Twins

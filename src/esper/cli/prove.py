@@ -16,14 +16,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from esper.cli.options import Prove
-from esper.cli.runs import STORE, load_controller, load_run, locked, make_folder, use_plugins
+from esper.cli.runs import STORE, load_controller, load_run, make_folder, use_plugins
 from esper.karn import write_report
 from esper.karn.report import cost_of, rows_of
 from esper.kasmina import check_device
 from esper.leyline import ActionSpec, EsperError
 from esper.leyline.codec import to_dict
 from esper.leyline.provenance import provenance
-from esper.leyline.storage import read_json, write_json
+from esper.leyline.storage import locked, read_json, write_json
 from esper.nissa import Store, verify
 from esper.simic.proof.baselines import Tuned, tune
 from esper.simic.proof.claims import CONTROLLERS, Claim

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.live import Live
 
 from esper.cli.options import Train
-from esper.cli.runs import DESCRIPTION, STORE, load_run, locked, make_folder, use_plugins, write_description
+from esper.cli.runs import DESCRIPTION, STORE, load_run, make_folder, use_plugins, write_description
 from esper.karn import panel, summary
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, override, to_dict
+from esper.leyline.storage import locked
 from esper.nissa import Store, verify
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.tamiyo import Heuristic, Learned

@@ -1,6 +1,13 @@
 """Kasmina: the body. Hosts, blueprints, slots, the lifecycle, and the population that runs them as one program."""
 
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, SeedKind, blueprints_for, find_blueprint, register_blueprint
+from esper.kasmina.blueprints import (
+    BLUEPRINTS,
+    Blueprint,
+    SeedKind,
+    blueprints_for,
+    find_blueprint,
+    register_blueprint,
+)
 from esper.kasmina.devices import check_device
 from esper.kasmina.hosts import HOSTS, Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle

@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.hosts import HOSTS
-from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights, draw_rows, initial_range, lifted, lifted_rest, opening
+from esper.kasmina.lift import (
+    Layout,
+    Modulate,
+    Nothing,
+    Scaled,
+    Weights,
+    draw_rows,
+    initial_range,
+    lifted,
+    lifted_rest,
+    opening,
+)
 from esper.leyline import Cost, EsperError, SlotShape
 from esper.leyline.keys import seeded
 

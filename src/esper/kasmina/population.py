@@ -23,7 +23,17 @@ from esper.kasmina.objectives import find_objective
 from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix
 from esper.kasmina.stepping import Stepper
-from esper.leyline import ActionSpec, Contribution, EsperError, GateConfig, Head, LifecycleOp, SeedStage, StateFormatError, Style
+from esper.leyline import (
+    ActionSpec,
+    Contribution,
+    EsperError,
+    GateConfig,
+    Head,
+    LifecycleOp,
+    SeedStage,
+    StateFormatError,
+    Style,
+)
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import mix, seeded
 from esper.leyline.storage import decoding, read_state, write_state

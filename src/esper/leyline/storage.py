@@ -4,6 +4,7 @@ Tensors go into safetensors with a JSON header of a stated kind and schema; the 
 was changed by anything but Esper is refused instead of being loaded with other results.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -61,6 +62,22 @@ def _remove_leftovers(path: Path) -> None:
         number = old.name.split(".")[-2]
         if number.isdigit() and (int(number) == os.getpid() or not os.path.exists(f"/proc/{number}")):
             old.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a folder; the system lets go of the lock however that process ends."""
+    try:
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise EsperError(f"cannot lock {folder}: {error.strerror}; choose another folder") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise EsperError(f"another esper process works in {folder}; wait for it, or choose another folder") from error
+    finally:
+        os.close(handle)
 
 
 def write_json(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ Which samples train, validate or test is decided in `tasks`, not here.
 
 import gzip
 import hashlib
-import json
 import math
 import os
 import struct
@@ -20,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from esper.leyline import EsperError
-from esper.leyline.storage import atomic_write
+from esper.leyline.codec import from_dict
+from esper.leyline.storage import atomic_write, read_json, write_json
 
 Samples = tuple[NDArray[Any], NDArray[np.int64]]
 """x [n, *inputs] as stored, y [n]."""
@@ -80,21 +80,20 @@ def read_cache(path: Path, recipe: str) -> Samples:
 
 
 def registered_folders() -> dict[str, str]:
+    """task -> the folder that `esper tasks add-data` remembered."""
     path = data_directory() / "folders.json"
     if not os.path.exists(path):
         return {}
     try:
-        folders = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        folders = None
-    if not isinstance(folders, dict) or not all(isinstance(folder, str) for folder in folders.values()):
-        raise EsperError(f"{path} is not a JSON table of task folders; delete it and run esper tasks add-data again")
-    return folders
+        return from_dict(dict[str, str], read_json(path, "folders")["folders"], str(path))
+    except (EsperError, KeyError) as error:
+        raise EsperError(f"{error}; delete it and run esper tasks add-data again") from error
 
 
 def register_folder(task: str, folder: Path) -> None:
     folders = registered_folders() | {task: str(folder)}
-    write_data(data_directory() / "folders.json", json.dumps(folders, indent=1, sort_keys=True).encode())
+    data_directory().mkdir(parents=True, exist_ok=True)
+    write_json(data_directory() / "folders.json", "folders", {"folders": folders})
 
 
 def find_file(folder: Path, name: str) -> Path | None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from esper.leyline import ActionSpec
-from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes, Rule, decide
-from esper.simic.proof.sweep import DECIDE_AT, conditions, grid, observe_early, prices_of
 from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.sweep import DECIDE_AT, conditions, grid, observe_early, prices_of
+from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes, Rule, decide
 from esper.tamiyo import Planned
 from esper.tolaria import Family, Scenarios, batches, utility
 
