@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from esper.kasmina import Population
 from esper.leyline import EsperError
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Result = dict[str, Any]

@@ -16,7 +16,7 @@ from esper.simic.court import interval
 from esper.simic.proving import SPARE
 from esper.simic.trials import Trials
 
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.leyline import EsperError, Observation
 from esper.tamiyo import Controller, Learned, Normaliser, Wait
 from esper.tolaria import PreviewConfig

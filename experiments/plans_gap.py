@@ -16,7 +16,7 @@ from esper.simic.plans import search
 from esper.simic.proving import REHEARSAL
 from esper.simic.trials import Trials
 
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.nissa import read
 from esper.tamiyo import Learned, Wait
 from esper.tolaria import PreviewConfig, find_family

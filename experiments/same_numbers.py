@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from esper.cli import main as esper
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.leyline.storage import read_state
 from esper.simic.proof.baselines import Tuned, play_plans
 from esper.simic.proof.evaluator import Evaluator

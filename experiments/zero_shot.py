@@ -13,7 +13,7 @@ from esper.simic.court import interval
 from esper.simic.proving import SPARE
 from esper.simic.trials import Trials
 
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.tamiyo import Learned, Random, Wait
 from esper.tamiyo.minds import member_for, read_mind, shipped
 from esper.tolaria import Family, PreviewConfig, find_family

@@ -172,7 +172,7 @@ def test_every_draw_fills_every_slot_anew() -> None:
 def test_freed_memory_is_kept() -> None:
     code = """
 import resource, sys, torch
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def work():

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 
 from esper.cli import options
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import choose_threads, keep_freed_memory
 from esper.leyline import EsperError
 
 COMMANDS = {
@@ -70,6 +70,8 @@ def _run(verb: str | None, words: Sequence[str]) -> int:
     config: Any = tyro.cli(kind, args=words[len(verb.split()) :], prog=f"esper {verb}")
     keep_freed_memory()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if module != "tasks" and (changed := choose_threads()):
+        console.print(changed, style="dim", markup=False)
     return import_module(f"esper.cli.{module}").run(config, console) or 0
 
 

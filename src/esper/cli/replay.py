@@ -1,5 +1,6 @@
 """`esper replay`: run recorded episodes again and compare them bit by bit."""
 
+import torch
 from rich.console import Console
 
 from esper.cli.options import Replay
@@ -15,6 +16,8 @@ def run(config: Replay, console: Console) -> None:
     epochs, rows = episodes.actions.shape[:2]
     if config.row is not None and not 0 <= config.row < rows:
         raise EsperError(f"--row {config.row} is outside 0..{rows - 1}")
+    if isinstance(header.get("threads"), int) and 1 <= header["threads"] <= 4096:
+        torch.set_num_threads(header["threads"])
     here = provenance()
     other = [f"{name} {header.get(name)} then, {here[name]} now" for name in ("threads", "torch", "deterministic")
              if header.get(name) != here[name]]

@@ -1,0 +1,41 @@
+"""Process-wide settings that commands make: memory that is kept, and as many threads as the machine has cores to spare."""
+
+import ctypes
+import os
+import time
+from pathlib import Path
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
+_WATCHED = 0.1
+"""Seconds for which the load of the machine is watched."""
+
+
+def keep_freed_memory() -> bool:
+    """Ask glibc to keep what a step frees. It would hand activations back to the system and fault them in again, step
+    after step. True if the C library knows the setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 25)) and bool(mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+
+
+def choose_threads() -> str:
+    """Leave cores to whoever uses them: threads that wait spin, and beside another process small operations took
+    milliseconds. What was changed, in words; nothing if OMP_NUM_THREADS is set or the machine does not tell."""
+    import torch
+
+    most = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ or most == 1 or not Path("/proc/stat").exists():
+        return ""
+    before = _ticks()
+    time.sleep(_WATCHED)
+    idle, total = (after - early for after, early in zip(_ticks(), before, strict=True))
+    threads = max(1, min(most, round((os.cpu_count() or 1) * idle / max(total, 1))))
+    if threads == most:
+        return ""
+    torch.set_num_threads(threads)
+    return f"using {threads} of {most} threads, since other processes use the rest; OMP_NUM_THREADS overrides this"
+
+
+def _ticks() -> tuple[int, int]:
+    """(idle, all) of all cores since the machine started."""
+    numbers = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+    return numbers[3] + numbers[4], sum(numbers)
