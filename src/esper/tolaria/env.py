@@ -215,7 +215,8 @@ class MorphogeneticEnv:
         self.governor.forget((self.population.life.alpha < alpha).any(1).nonzero().flatten())
         train_loss = self.train()
         evidence = self.evaluate(self.validation())
-        self._spend()
+        flops, life = self.population.costs()[1], self.population.life
+        self.charge(flops, life.incubating & (flops > 0) & (self.population.incubation == "shadow"))
         self.population.end_epoch(evidence.contribution)
         self.clock += ~self.done
         self._settle(train_loss, evidence, full)
@@ -277,14 +278,12 @@ class MorphogeneticEnv:
         rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
         self.population.set_lr(rate[:, None].repeat(1, 1 + self.spec.slots))
 
-    def _spend(self) -> None:
-        """Training a seed takes three times its forward; a shadow row also runs its host forward and backward again."""
-        _, flops = self.population.costs()
+    def charge(self, flops: Tensor, shadow: Tensor, epochs: float = 1.0) -> None:
+        """Let rows pay for training seeds of these forward FLOPs [N, ...] for so many epochs: three times the forward; a seed
+        in a `shadow` row (bool [N, ...]) also runs its host forward and backward again."""
         host = self.family.host.cost.flops
-        shadows = self.population.life.incubating & (flops > 0) & (self.population.incubation == "shadow")
-        again = 2 * host * shadows
-        extra = (3 * flops + again).sum(1).double() / (3 * host * self.scenarios.horizon)
-        self.spent += torch.where(self.done, 0.0, extra)
+        each = (3 * flops + 2 * host * shadow).flatten(1).sum(1).double()
+        self.spent += torch.where(self.done, 0.0, each / (3 * host * self.scenarios.horizon) * epochs)
 
     def _settle(self, train_loss: Tensor, evidence: Evidence, actions: Tensor) -> None:
         over = self.done.clone()

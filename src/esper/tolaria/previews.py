@@ -53,7 +53,8 @@ def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | 
         where = tuple(part.t())
         previews.value[where], previews.standard_error[where] = torch.where(sound, value, 0), torch.where(sound, error, 0)
         previews.known[where] = sound
-    _charge(env, known, steps)
+    flops = torch.tensor([[p.cost.flops for p in slot] for slot in population.prototypes])
+    env.charge(flops * known, known, steps / env.feed.steps)
     return previews
 
 
@@ -86,11 +87,3 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     probe = scratch.probe(every, alpha, prefix)
     _, drops, errors = measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)
     return drops, errors
-
-
-def _charge(env: "MorphogeneticEnv", known: Tensor, steps: int) -> None:
-    """As `MorphogeneticEnv` charges incubating seeds, for the share of an epoch that a preview takes."""
-    host = env.family.host.cost.flops
-    flops = torch.tensor([[p.cost.flops for p in slot] for slot in env.population.prototypes])
-    each = (3 * flops + 2 * host) / (3 * host) * (steps / env.feed.steps)
-    env.spent += (known * each).sum((1, 2)) / env.scenarios.horizon
