@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from esper.leyline.telemetry import HEAD_METRICS, UPDATE_METRICS, UpdateMetric
+
 SCHEMA = 2
 """Of these tables; every store says its own (PRAGMA user_version). It rises when a table changes."""
 
@@ -42,6 +44,11 @@ def _text(help: str, key: bool = False) -> Metric:
     return Metric("TEXT", help, key=key)
 
 
+def _columns(metrics: Mapping[str, UpdateMetric]) -> dict[str, Metric]:
+    """What an update reports, as columns."""
+    return {name: Metric("INTEGER" if m.whole else "REAL", m.help, m.unit, m.low, m.high) for name, m in metrics.items()}
+
+
 _WHERE = {"round": _key("rounds before this one"), "epoch": _key("of the episode, 1 is the first", low=1),
           "row": _key("of the environment")}
 _WHO = {"controller": _text("it belongs to; all: shared", key=True), "arm": _text("who decided", key=True)}
@@ -66,22 +73,11 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
     "round": {
         "round": _key("rounds before this one"), "seconds": _real("of the round", "s", 0),
         "host_epochs": _int("trained"), "episodes": _int("ended"), "utility": _real("mean return", "score"),
-        "utility_error": _real("its standard error", "score", 0), "policy_loss": _real("clipped surrogate"),
-        "value_loss": _real("clipped", "", 0), "entropy": _real("joint", "nats", 0),
-        "kl": _real("joint, from behaviour", "nats"), "clip_fraction": _real("of ratios", "", 0, 1),
-        "ratio_max": _real("joint", "", 0), "ratio_min": _real("joint", "", 0),
-        "grad_norm": _real("before clipping", "", 0), "value_error": _real("in units of its scale", "", 0),
-        "replay_error": _real("largest", "", 0), "advantage_mean": _real("before normalisation"),
-        "advantage_std": _real("before normalisation", "", 0),
-        "explained_variance": _real("of returns", "", high=1), "steps": _int("of the optimiser"),
-        "skipped": _int("for non-finite gradients"), "stopped_early": _int("by the KL"),
-        "learning_rate": _real("of this update", "", 0),
+        "utility_error": _real("its standard error", "score", 0), **_columns(UPDATE_METRICS),
     },
     "head": {
         "round": _key("rounds before this one"), "head": _text("of the action", key=True),
-        "entropy": _real("conditional, share of its most", "", 0, 1.0001),
-        "grad_norm": _real("of its last weights", "", 0),
-        "learnable": _real("share of steps at which it mattered and had a choice", "", 0, 1),
+        **_columns(HEAD_METRICS),
     },
     "anomaly": {
         "round": _key("rounds before this one"), "kind": _text("of trouble", key=True),

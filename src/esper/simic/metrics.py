@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from esper.leyline.telemetry import HEAD_METRICS, UPDATE_METRICS, UpdateMetric
+
 
 def _worst(value: float) -> float:
     """No number counts as more than any."""
@@ -48,43 +50,22 @@ class PPOUpdateMetrics:
 
     def single(self) -> dict[str, Any]:
         """Everything that is one number."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+        return {name: getattr(self, name) for name in UPDATE_METRICS}
 
     def by_head(self) -> dict[str, list[Any]]:
         """What is known of every head, as columns."""
-        parts = {name.removeprefix("head_"): value for name, value in vars(self).items() if isinstance(value, dict)}
-        return {"head": list(self.head_entropy), **{name: list(values.values()) for name, values in parts.items()}}
+        columns = {name: list(getattr(self, f"head_{name}").values()) for name in HEAD_METRICS}
+        return {"head": list(self.head_entropy), **columns}
 
 
-METRICS = {
-    "policy_loss": ("mean", "clipped surrogate, per step that had a choice"),
-    "value_loss": ("mean", "half the squared error of the value, clipped"),
-    "entropy": ("mean", "of the joint action, in nats"),
-    "kl": ("mean", "of the joint action from behaviour to now (k3 estimate)"),
-    "clip_fraction": ("mean", "share of ratios outside the clip range"),
-    "ratio_max": ("max", "largest joint ratio"),
-    "ratio_min": ("min", "smallest joint ratio"),
-    "grad_norm": ("mean", "before clipping"),
-    "value_error": ("mean", "mean absolute error of the value, in units of its scale"),
-    "replay_error": ("max", "largest difference of a replayed log-probability or (relative) value from the stored one"),
-    "head_entropy": ("last", "conditional entropy of each head while acting, as a share of its most"),
-    "head_grad_norm": ("mean", "gradient norm of each head's own weights"),
-    "head_learnable": ("last", "share of steps at which each head mattered and had a choice"),
-    "advantage_mean": ("last", "before normalisation"),
-    "advantage_std": ("last", "before normalisation"),
-    "explained_variance": ("last", "of returns by values, before the update"),
-    "steps": ("sum", "optimiser steps taken"),
-    "skipped": ("sum", "steps left out for a non-finite gradient"),
-    "stopped_early": ("last", "the joint KL passed its limit"),
-    "learning_rate": ("last", "of this update"),
-    "anomalies": ("last", "open when the update ended"),
-}
-"""metric -> (how the steps of an update become one number, what it is)"""
+METRICS = {**UPDATE_METRICS, **{f"head_{name}": metric for name, metric in HEAD_METRICS.items()},
+           "anomalies": UpdateMetric("last", "open when the update ended")}
+"""metric -> what it is; one for every field of `PPOUpdateMetrics`."""
 
 
-def check_metrics(kind: type, table: Mapping[str, tuple[str, str]]) -> None:
+def check_metrics(kind: type, table: Mapping[str, UpdateMetric]) -> None:
     names = {f.name for f in fields(kind)}
-    if names != set(table) or not {reducer for reducer, _ in table.values()} <= set(REDUCERS):
+    if names != set(table) or not {metric.reducer for metric in table.values()} <= set(REDUCERS):
         raise TypeError(f"{kind.__name__} and its table differ in {', '.join(sorted(names ^ set(table))) or 'reducers'}; "
                         f"give every metric one of {', '.join(REDUCERS)}")
 
@@ -94,7 +75,7 @@ check_metrics(PPOUpdateMetrics, METRICS)
 
 def reduced(name: str, values: list[float]) -> float:
     """The values of one metric over an update as one number; NaN if there are none."""
-    return float(REDUCERS[METRICS[name][0]](values)) if values else math.nan
+    return float(REDUCERS[METRICS[name].reducer](values)) if values else math.nan
 
 
 @dataclass(frozen=True)
