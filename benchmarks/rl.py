@@ -23,7 +23,7 @@ from esper.kasmina.devices import check_device
 from esper.leyline import ActionSpec, EsperError, Observation
 from esper.simic import Collector, Outcome, PPOAgent, PPOConfig
 from esper.tamiyo import OBSERVATION, ActionMasks, Controller, NetworkConfig
-from esper.tamiyo.controller import Glimpse
+from esper.tamiyo.controller import PolicyInput
 
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "cpu": [{"rows": 8, "steps": 128, "updates": 7}, {"rows": 8, "steps": 128, "episode": 40, "updates": 7},
@@ -87,7 +87,7 @@ class Noise:
     def _random(self, *shape: int) -> Tensor:
         return torch.rand(self.config.rows, *shape, generator=self.generator, device=self.config.device)
 
-    def look(self) -> Glimpse:
+    def look(self) -> PolicyInput:
         spec, (row, slot, candidate) = self.spec, OBSERVATION.widths
         slots, kinds = spec.slots, len(spec.blueprints)
         widths = (row,), (slots, slot), (slots, kinds, candidate)
@@ -99,7 +99,7 @@ class Noise:
                   for pair, shape in shapes.items()}
         masks = ActionMasks(possible.any(2), possible, values)
         first = torch.full((self.config.rows,), self.at == 0, device=self.config.device)
-        return Glimpse(seen, masks, first, self._random(len(spec.heads)))
+        return PolicyInput(seen, masks, first, self._random(len(spec.heads)))
 
     def step(self, actions: Tensor) -> Outcome:
         self.at = (self.at + 1) % (self.config.episode or self.config.steps)
@@ -112,18 +112,20 @@ class Learner:
 
     def __init__(self, config: RLBench, pieces: int = 1) -> None:
         """A minibatch is computed in so many `pieces`; its optimiser step is the same."""
-        world = Noise(config)
+        self.world = world = Noise(config)
         torch.manual_seed(0)
         controller = Controller.fresh(world.spec, NetworkConfig(config.hidden), device=config.device)
         ppo = PPOConfig(epochs=config.epochs, minibatches=config.minibatches, accumulate=pieces,
                         target_kl=1e9)
         self.agent = PPOAgent(controller, ppo, compile=config.compile)
-        self.collector = Collector(self.agent, world, config.rows)
         self.buffer = self.agent.buffer(config.steps, config.rows)
+        self.collector = Collector(self.agent, config.rows, self.buffer)
         self.parameters = sum(p.numel() for p in controller.network.parameters())
 
     def seconds(self) -> float:
-        last = self.collector.fill(self.buffer)
+        for _ in range(self.buffer.spec.steps):
+            self.collector.add(self.world.step(self.collector.act(self.world.look())))
+        last = self.collector.value(self.world.look())
         started = now(self.agent.device)
         self.agent.update(self.buffer, last)
         return now(self.agent.device) - started

@@ -5,14 +5,41 @@ Legend: N rows, S slots, K blueprints, T epochs.
 
 import itertools
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from esper.leyline import ActionSpec, Field, LifecycleOp, Observation, ObservationSpec
-from esper.simic import Outcome
+from esper.simic import Collector, Outcome, PPOAgent, TamiyoRolloutBuffer
 from esper.tamiyo import ActionMasks
 from esper.tamiyo.controller import PolicyInput
+
+
+class World(Protocol):
+    """N episodes side by side; a row that ended begins anew by itself, and its next input asks for an empty memory."""
+
+    def look(self) -> PolicyInput: ...
+
+    def step(self, actions: Tensor) -> Outcome: ...
+
+
+class WorldCollector:
+    """Plays a world with an agent's controller, across rollouts."""
+
+    def __init__(self, agent: PPOAgent, world: World, rows: int) -> None:
+        self.agent, self.world = agent, world
+        self.hidden = agent.network.get_initial_hidden(rows)
+
+    def fill(self, buffer: TamiyoRolloutBuffer) -> Tensor:
+        """Play as many steps as the rollout holds; the value [N] of what follows the last."""
+        collector = Collector(self.agent, buffer.spec.rows, buffer)
+        collector.hidden = self.hidden
+        for _ in range(buffer.spec.steps - buffer.filled):
+            collector.add(self.world.step(collector.act(self.world.look())))
+        self.hidden = collector.hidden
+        return collector.value(self.world.look())
+
 
 SWITCH = ActionSpec(1, ("none",), heads=ActionSpec.full(1, ("none",)).heads[:1],
                     ops=(LifecycleOp.WAIT, LifecycleOp.ADVANCE))
@@ -67,7 +94,7 @@ class Lottery(Bandit):
         self.luck = torch.randn(self.rows, generator=self.generator)
 
     def look(self) -> PolicyInput:
-        return super().look()._replace(told=self.luck[:, None] if self.tell else None)
+        return super().look()._replace(privileged=self.luck[:, None] if self.tell else None)
 
     def step(self, actions: Tensor) -> Outcome:
         outcome, luck = super().step(actions), self.stake * self.luck
