@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
-from esper.kasmina.stepping import row_losses
+from esper.kasmina.objectives import Classification
 from esper.leyline import Head, LifecycleOp, SeedStage, Style
 from tests.reference import batch, known_contributions, small_hosts
 
@@ -22,7 +22,7 @@ def test_upstream_gradients_equal_plain_autograd(kind: str, style: Style) -> Non
     x, y = batch(population, 6, torch.Generator().manual_seed(1))
     population.train_step(x, y)
     stepper = population._stepper
-    grad = stepper.pack.gradient(row_losses(stepper.main(x), y).sum())
+    grad = stepper.pack.gradient(Classification().losses(stepper.main(x), y).sum())
     weights, _ = population.host.layout.split(stepper.pack.views(grad)[0])
     for row in range(8):
         net = population.extract(row)

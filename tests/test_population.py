@@ -1,19 +1,20 @@
 """Rows as data: keys, resets, snapshots, files, impairments, learning rates."""
 
-import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from esper.kasmina import HOSTS, Host, Impairments, OptimConfig, Population
+from esper.kasmina import HOSTS, Host, OptimConfig, Population
 from esper.kasmina.packing import Prefix
 from esper.leyline import ActionSpec, EsperError, GateConfig, Head, LifecycleOp, StateFormatError
 from esper.leyline.keys import mix, uniform
+from esper.leyline.storage import read_state, write_state
 from tests.reference import batch, known_contributions, small_hosts
-from tests.workshop import random_actions, waves
+from tests.workshop import healthy, random_actions, waves
 
 ALL = torch.arange(6)
 
@@ -124,11 +125,11 @@ def test_a_saved_population_goes_on_bit_exactly(kind: str, device: str, tmp_path
     spec = ActionSpec.full(3, [n for n in small(kind).spec.blueprints if n != "norm"])
     population = small(kind, device=device, spec=spec, gates=GateConfig(embargo=2), incubation="straight_through",
                        optim=OptimConfig("sgd", lr=0.03, weight_decay=0.1), compute_dtype=torch.float64)
-    impaired = Impairments.none(6, 3)
+    impaired = healthy(6, 3)
     impaired.frozen[2, 1] = True
     population.reset(ALL, ALL + 40, impaired)
     population.set_lr(0.01 * torch.rand(6, 4))
-    population.set_decay(0.1 * torch.rand(6, 4))
+    population.decay[:] = 0.1 * torch.rand(6, 4)
     live(population, 7, 1)
     population.save(tmp_path / "p.safetensors")
     again = Population.load(tmp_path / "p.safetensors", device)
@@ -158,20 +159,25 @@ def test_a_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     small().save(path)
     before = path.read_bytes()
 
-    def broken(tensors: object, target: Path, metadata: object) -> None:
-        Path(target).write_bytes(b"half")
-        raise OSError("disk full")
+    real, calls = os.write, []
 
-    monkeypatch.setattr("esper.leyline.storage.save_file", broken)
+    def broken(file: int, data: bytes) -> int:
+        calls.append(file)
+        if len(calls) > 1:
+            raise OSError(28, "disk full")
+        return real(file, data[: len(data) // 2])
+
+    monkeypatch.setattr("esper.leyline.storage.os.write", broken)
     with pytest.raises(EsperError, match="disk full"):
         small(seed=3).save(path)
     assert path.read_bytes() == before
+    assert len(calls) == 2, "half of it was written"
     assert list(tmp_path.iterdir()) == [path], "half a file is taken away"
 
 
 def test_reset_lifts_old_impairments() -> None:
     population = small()
-    impaired = Impairments.none(6, 3)
+    impaired = healthy(6, 3)
     impaired.frozen[:] = True
     population.reset(ALL, ALL, impaired)
     population.reset(ALL[:3], ALL[:3])
@@ -193,21 +199,36 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StateFormatError, match="no population"):
         Population.load(path)
     small().save(path)
-    with safe_open(path, "pt") as file:
-        header = json.loads(file.metadata()["esper.population"])
-    tensors = load_file(path)
-    save_file(tensors, path, {"esper.population": json.dumps(header | {"schema": 99})})
-    with pytest.raises(StateFormatError, match="schema 99; this version of Esper reads schema 1"):
+    header, tensors = read_state(path, "population")
+    body = {name: value for name, value in header.items() if name not in ("kind", "schema")}
+    with pytest.raises(StateFormatError, match="is a population of schema 2; expected a mind of schema 2"):
+        read_state(path, "mind")
+    write_state(path, "population", body | {"schema": 99}, tensors)
+    with pytest.raises(StateFormatError, match="schema 99; expected a population of schema 2"):
         Population.load(path)
-    save_file({k: v for k, v in tensors.items() if k != "keys"}, path, {"esper.population": json.dumps(header)})
+    write_state(path, "population", body, {k: v for k, v in tensors.items() if k != "decay"})
     with pytest.raises(StateFormatError, match="does not fit"):
         Population.load(path)
+    write_state(path, "population", body, {k: v for k, v in tensors.items() if k != "keys"})
+    with pytest.raises(StateFormatError, match="does not describe a population"):
+        Population.load(path)
+    save_file({k: v + 1 for k, v in tensors.items()}, path, _metadata(path))
+    with pytest.raises(StateFormatError, match="does not match its checksum"):
+        Population.load(path)
+    save_file(tensors, path, {"esper.population": "{}"})
+    with pytest.raises(StateFormatError, match=r"written by Esper 0.1 \(schema 1\)"):
+        Population.load(path)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata())
 
 
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])
 def test_impairments_hold_through_training(optim: str) -> None:
     population = small("cnn", optim=OptimConfig(optim, lr=0.05, weight_decay=0.1))
-    impaired = Impairments.none(6, 3)
+    impaired = healthy(6, 3)
     impaired.one_tap[1, 0] = True
     impaired.width[2, 1] = 0.5
     impaired.frozen[3, 2] = True
@@ -231,11 +252,11 @@ def test_impairments_hold_through_training(optim: str) -> None:
 
 
 def test_impossible_impairments_are_refused() -> None:
-    impaired = Impairments.none(6, 3)
+    impaired = healthy(6, 3)
     impaired.one_tap[0, 0] = True
     with pytest.raises(EsperError, match="no taps"):
         small("mlp").reset(ALL, ALL, impaired)
-    impaired = Impairments.none(6, 3)
+    impaired = healthy(6, 3)
     impaired.width[0, 0] = 0.0
     with pytest.raises(EsperError, match="share in"):
         small("mlp").reset(ALL, ALL, impaired)
@@ -262,7 +283,7 @@ def test_decay_is_per_row() -> None:
     population, plain = small(), small()
     decay = torch.zeros(6, 4)
     decay[1] = 0.5
-    population.set_decay(decay)
+    population.decay[:] = decay
     for one in (population, plain):
         one.train_step(*batch(one, 4, torch.Generator().manual_seed(0)))
     differs = (population.snapshot(ALL)["bank.0.weights"] != plain.snapshot(ALL)["bank.0.weights"]).any(1)
@@ -286,7 +307,7 @@ def test_errors_write_nothing() -> None:
     population = small("mlp")
     live(population, 5, 1)
     before = population.snapshot(ALL)
-    impaired = Impairments.none(6, 3)
+    impaired = healthy(6, 3)
     impaired.one_tap[0, 0] = True
     with pytest.raises(EsperError, match="no taps"):
         population.reset(ALL, ALL, impaired)
@@ -363,7 +384,7 @@ def test_rows_that_share_a_host_may_share_its_prefix(kind: str) -> None:
 def test_seeds_help_a_host_that_cannot_learn_alone() -> None:
     """The point of it all: hosts with one-tap kernels learn order in sequences only through a grown seed."""
     population = Population(Host("conv1d"), 8, optim=OptimConfig(lr=5e-3))
-    impaired = Impairments.none(8, 3)
+    impaired = healthy(8, 3)
     impaired.one_tap[:] = True
     population.reset(torch.arange(8), torch.arange(4).repeat(2), impaired)  # the same four hosts twice
     heavy = population.spec.blueprints.index("conv_heavy")

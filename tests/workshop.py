@@ -1,12 +1,14 @@
 """A small workshop for tests: a family on made-up data that a small host can learn, quickly."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from esper.kasmina import Host, Population, blueprints_for
+from esper.kasmina import Host, Impairments, Population, blueprints_for
 from esper.leyline import ActionSpec, View
 from esper.tamiyo import Random
-from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, TaskData
+from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, Scenarios, TaskData
 from esper.tolaria.env import seeds_of
 
 KINDS = (Kind("plain"), Kind("noisy", noise=0.3, label_noise=0.2), Kind("few", samples=40, width=(0.5,)),
@@ -35,6 +37,34 @@ def toy_env(rows: int = 12, family: Family | None = None, **options: object) -> 
     family = family or toy_family()
     options = {"spec": ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))} | options
     return MorphogeneticEnv(family, rows, data=toy_data(inputs=family.host.inputs), **options)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One episode's facts, written by hand."""
+
+    key: int
+    kind: Kind
+    price: float = 0.0
+    flop_price: float = 0.0
+    horizon: int = 20
+    lr: float = 1e-2
+
+
+def columns_of(scenarios: list[Scenario]) -> Scenarios:
+    kinds = tuple(dict.fromkeys(s.kind for s in scenarios))
+
+    def column(name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor([getattr(s, name) for s in scenarios], dtype=dtype)
+
+    return Scenarios(column("key"), torch.tensor([kinds.index(s.kind) for s in scenarios]), column("price"), column("flop_price"),
+                     column("horizon"), column("lr", torch.float64), kinds)
+
+
+def healthy(rows: int, stages: int) -> Impairments:
+    """Nothing is wrong with any host; to be written into."""
+    off = torch.zeros(rows, stages, dtype=torch.bool)
+    return Impairments(off, torch.ones(rows, stages), off.clone())
 
 
 def random_actions(population: Population, generator: torch.Generator) -> Tensor:
