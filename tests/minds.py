@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from esper.leyline import RELEVANCE, ActionSpec, Field, Head, LifecycleOp, Observation, ObservationSpec
-from esper.simic import Collector, Outcome, PPOAgent, PPOConfig, TamiyoRolloutBuffer
+from esper.simic import Outcome, PPOAgent, PPOConfig, TamiyoRolloutBuffer
 from esper.tamiyo import ActionLogits, ActionMasks, Controller, NetworkConfig
 from esper.tamiyo.controller import PolicyInput
 from esper.tamiyo.masks import mask_sizes
+from experiments.toys import WorldCollector
 
 SPEC = ActionSpec.full(3, ("noop", "a", "b"))
 SEES = ObservationSpec((Field("x", 3), Field("y", 1, True)), (Field("z", 4),), (Field("w", 2),))
@@ -92,7 +93,7 @@ def filled(mind: PPOAgent, rows: int = 8, steps: int = 12, chunk: int = 0, seed:
     """(a full rollout of random episodes, the value behind it)."""
     buffer = mind.buffer(steps, rows, chunk)
     world = Chance(rows, seed, mind.network.spec, device=str(mind.device), **options)  # type: ignore[arg-type]
-    return buffer, Collector(mind, world, rows).fill(buffer)
+    return buffer, WorldCollector(mind, world, rows).fill(buffer)
 
 
 def op_index(op: LifecycleOp, spec: ActionSpec = SPEC) -> int:

@@ -232,7 +232,7 @@ def test_wrong_memory_masks_and_resets_are_refused() -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"hidden": 0}, {"hidden": 200_000}, {"slot": -1}, {"candidate": 4097}, {"trunk": 2.5}, {"told": -1},
+    {"hidden": 0}, {"hidden": 200_000}, {"slot": -1}, {"candidate": 4097}, {"trunk": 2.5}, {"privileged": -1},
 ])
 def test_sizes_that_cannot_be_meant_are_refused_before_memory_is_asked_for(options: dict) -> None:
     (name,) = options

@@ -22,7 +22,7 @@ from esper.leyline import (
     View,
 )
 from esper.tamiyo import OBSERVATION, ActionDistribution, ActionLogits, ActionMasks, Normaliser, Random, action_masks, observe
-from esper.tamiyo.controller import Glimpse
+from esper.tamiyo.controller import PolicyInput
 from esper.tolaria import Kind, MorphogeneticEnv, PreviewConfig
 from tests.minds import SPEC, every_action, random_masks
 from tests.workshop import toy_env, toy_family
@@ -204,16 +204,16 @@ def test_draws_depend_on_scenario_seed_and_clock_and_rows_that_are_done_wait() -
     view = env.view()
     assert {*view.done.tolist()} == {True, False}
 
-    def glimpse(view: View, seed: int = 0) -> Glimpse:
-        return Glimpse.of(view, seed, torch.device("cpu"))
+    def shown(view: View, seed: int = 0) -> PolicyInput:
+        return PolicyInput.of(view, seed, torch.device("cpu"))
 
-    first = glimpse(view)
+    first = shown(view)
     assert torch.equal(first.valid, ~view.done)
     assert torch.equal(first.reset, view.clock == 0)
-    assert torch.equal(first.u, glimpse(view).u)
-    changes = {"clock": view.clock - 1, "key": view.key + 1}
-    others = [glimpse(dataclasses.replace(view, **{name: value})).u for name, value in changes.items()]
-    for other in (*others, glimpse(view, seed=1).u):
+    assert torch.equal(first.u, shown(view).u)
+    changes = {"clock": view.clock - 1, "luck": view.luck + 1}
+    others = [shown(dataclasses.replace(view, **{name: value})).u for name, value in changes.items()]
+    for other in (*others, shown(view, seed=1).u):
         assert bool((other != first.u).all())
     assert first.u.unique().numel() == first.u.numel()
 
@@ -301,7 +301,7 @@ def test_nothing_hidden_enters_an_observation() -> None:
         assert torch.equal(part, part[:1].expand_as(part)), "before training rows look alike whatever is hidden"
     env.step(Random(0)(env.view()))
     view = env.view()
-    moved = dataclasses.replace(view, key=view.key + 1)
+    moved = dataclasses.replace(view, luck=view.luck + 1)
     assert all(torch.equal(a, b) for a, b in zip(observe(view), observe(moved), strict=True))
     names = {f.name for f in dataclasses.fields(View)} | {f.name for f in dataclasses.fields(view.facts)}  # type: ignore[arg-type]
     assert not names & {"kind", "kinds", "twin", "test", "scenario", "lr", "impairment"}

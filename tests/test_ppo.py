@@ -12,12 +12,13 @@ import torch
 
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, Observation, StateFormatError
 from esper.leyline.storage import read_state, write_state
-from esper.simic import AnomalyDetector, Collector, Outcome, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
+from esper.simic import AnomalyDetector, Outcome, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
 from esper.simic import ppo as ppo_module
 from esper.simic.buffer import parts_of
 from esper.simic.metrics import METRICS, check_metrics
 from esper.tamiyo import Controller, Learned, NetworkConfig, Normaliser
-from esper.tamiyo.controller import Glimpse
+from esper.tamiyo.controller import PolicyInput
+from experiments.toys import WorldCollector
 from tests.minds import SEES, SPEC, TINY, Chance, agent, filled, op_index
 
 SOURCES = Path(ppo_module.__file__).parents[1]
@@ -806,7 +807,7 @@ def test_collecting_bootstraps_from_what_a_cut_row_would_have_seen() -> None:
 
     world.step = watched  # type: ignore[method-assign, assignment]
     buffer = mind.buffer(1, 6)
-    collector = Collector(mind, world, 6)
+    collector = WorldCollector(mind, world, 6)
     last = collector.fill(buffer)
     expected = mind.controller.value(seen[0].final, collector.hidden)
     torch.testing.assert_close(buffer["bootstrap"][0], expected)
@@ -825,13 +826,13 @@ class Waiting(Chance):
 
     over = torch.tensor([False, True, False, True])
 
-    def look(self) -> Glimpse:
-        glimpse = super().look()
+    def look(self) -> PolicyInput:
+        shown = super().look()
         if bool(self.fresh.all()):
-            return glimpse
-        for part in glimpse.seen:
+            return shown
+        for part in shown.seen:
             part[self.over] = 100.0
-        return glimpse._replace(valid=~self.over)
+        return shown._replace(valid=~self.over)
 
     def step(self, actions: torch.Tensor) -> Outcome:
         outcome = super().step(actions)
@@ -841,15 +842,15 @@ class Waiting(Chance):
 def test_rows_that_are_over_are_neither_counted_nor_learned_from() -> None:
     mind = agent()
     world = Waiting(4, ends=0.0, cuts=0.0)
-    looked: list[Glimpse] = []
+    looked: list[PolicyInput] = []
     look = world.look
     world.look = lambda: (looked.append(look()), looked[-1])[1]  # type: ignore[method-assign, func-returns-value]
     buffer = mind.buffer(5, 4)
-    Collector(mind, world, 4).fill(buffer)
+    WorldCollector(mind, world, 4).fill(buffer)
     assert buffer["valid"].tolist() == [[True] * 4] + 4 * [[True, False, True, False]]
     expected = Normaliser(SEES)
-    for number, glimpse in enumerate(looked[:5]):
-        expected.update(Observation(*(part if number == 0 else part[~world.over] for part in glimpse.seen)))
+    for number, shown in enumerate(looked[:5]):
+        expected.update(Observation(*(part if number == 0 else part[~world.over] for part in shown.seen)))
     for found, stat in zip(mind.controller.normaliser.stats, expected.stats, strict=True):
         assert torch.equal(found, stat)
     assert float(mind.controller.normaliser.stats[0][0].max()) == 4 + 4 * 2
