@@ -64,6 +64,7 @@ METRICS = {**UPDATE_METRICS, **{f"head_{name}": metric for name, metric in HEAD_
 
 
 def check_metrics(kind: type, table: Mapping[str, UpdateMetric]) -> None:
+    """Raise unless the table has a row with a known reducer for each field of the dataclass."""
     names = {f.name for f in fields(kind)}
     if names != set(table) or not {metric.reducer for metric in table.values()} <= set(REDUCERS):
         raise TypeError(f"{kind.__name__} and its table differ in {', '.join(sorted(names ^ set(table))) or 'reducers'}; "
@@ -106,6 +107,8 @@ AT = " at "
 
 @dataclass(frozen=True)
 class Anomaly:
+    """Something alarming that is open."""
+
     kind: str
     """ratio_explosion, ratio_collapse, entropy_collapse, starved, value_error, stale_values or non_finite."""
     where: str

@@ -29,6 +29,8 @@ WIDEST = 4096
 
 @dataclass(frozen=True)
 class NetworkConfig:
+    """Sizes of the controller's network."""
+
     hidden: int = 128
     """Width of the features and of the memory."""
     slot: int = 64
@@ -64,12 +66,16 @@ def exact() -> Iterator[None]:
 
 
 class Encoded(NamedTuple):
+    """What is known of a sequence in front of the memory."""
+
     features: Tensor  # [T, B, H]
     slot: Tensor  # [T, B, S, slot]
     candidate: Tensor  # [T, B, S, K, candidate]
 
 
 class Decided(NamedTuple):
+    """What the network says of a sequence."""
+
     logits: ActionLogits
     value: Tensor  # [T, B]
 
@@ -86,6 +92,8 @@ class Acted(NamedTuple):
 
 
 class Evaluated(NamedTuple):
+    """Given actions under the network as it is now, with gradients."""
+
     scored: Scored
     distribution: ActionDistribution
     value: Tensor  # [T, B]
