@@ -100,11 +100,13 @@ def test_advantages_are_normalised_over_steps_with_a_choice() -> None:
 
 
 def test_rows_that_wait_are_not_in_the_statistics_of_advantages() -> None:
-    """Whatever their heads say: mean and spread are those of the valid choices, and a row that waits keeps none."""
-    generator, buffer, over = torch.Generator().manual_seed(0), empty(8, 4), torch.tensor([False, True, False, True])
+    """Whatever their heads say: mean and spread are those of valid choices, and rows that wait keep none."""
+    generator, buffer = torch.Generator().manual_seed(0), empty(8, 4)
+    over, choice = torch.tensor([False, True, False, True]), torch.ones(4, 8, dtype=torch.bool)
     for number in range(8):
-        buffer.add(step(4, generator, relevant=torch.ones(4, 8, dtype=torch.bool), valid=~(over & (number > 2)),
-                        done=over & (number == 2), reward=5 + torch.randn(4, generator=generator)))
+        reward = 5 + torch.randn(4, generator=generator)
+        buffer.add(step(4, generator, relevant=choice, reward=reward, valid=~(over & (number > 2)),
+                        done=over & (number == 2)))
     buffer.compute_advantages_and_returns(0.9, 0.9, torch.zeros(4))
     raw, valid = buffer["advantage"].clone(), buffer["valid"]
     assert int((~valid).sum()) == 10
@@ -170,13 +172,16 @@ def test_one_batch_is_a_view_and_minibatches_hold_every_sequence_once() -> None:
 def test_minibatches_are_drawn_anew_every_time() -> None:
     buffer, last = filled(agent(), rows=16, steps=4)
     buffer.compute_advantages_and_returns(1.0, 0.9, last)
+
+    def drawn(generator: torch.Generator) -> torch.Tensor:
+        return torch.cat([part.value[0] for part in buffer.get_batched_sequences(4, generator)])
+
     generator = torch.Generator().manual_seed(0)
-    orders = [torch.cat([part.value[0] for part in buffer.get_batched_sequences(4, generator)]) for _ in range(3)]
+    orders = [drawn(generator) for _ in range(3)]
     for order, other in ((orders[0], orders[1]), (orders[1], orders[2]), (orders[0], buffer["value"][0])):
         assert not torch.equal(order, other)
         assert torch.equal(order.sort().values, other.sort().values)
-    again = torch.cat([part.value[0] for part in buffer.get_batched_sequences(4, torch.Generator().manual_seed(0))])
-    assert torch.equal(again, orders[0]), "by the generator alone"
+    assert torch.equal(drawn(torch.Generator().manual_seed(0)), orders[0]), "by the generator alone"
 
 
 def test_steps_are_counted_from_the_beginning_of_their_episode() -> None:

@@ -192,7 +192,7 @@ def test_head_entropies_are_conditional_and_between_zero_and_one() -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_conditional_entropies_are_averages_over_what_asks(name: str) -> None:
-    """Against plain loops over ops, slots and speeds: what is possible and leaves a choice counts, nothing else."""
+    """Against plain loops over ops, slots and speeds: only what is possible and leaves a choice counts."""
     spec, generator = SPECS[name], torch.Generator().manual_seed(4)
     masks = random_masks(spec, 5, generator)
     distribution = ActionDistribution(spec, random_logits(spec, masks, generator), masks)

@@ -236,5 +236,6 @@ def test_wrong_memory_masks_and_resets_are_refused() -> None:
 ])
 def test_sizes_that_cannot_be_meant_are_refused_before_memory_is_asked_for(options: dict) -> None:
     (name,) = options
-    with pytest.raises(EsperError, match=rf"^{name} is {options[name]}; expected a whole number from [01] to 4096$"):
+    said = rf"^{name} is {options[name]}; expected a whole number from [01] to 4096$"
+    with pytest.raises(EsperError, match=said):
         NetworkConfig(**options)

@@ -171,9 +171,10 @@ def test_fields_of_a_row_are_what_their_names_say() -> None:
         loss, _, _, train_loss = facts.scores[row].tolist()
         left, horizon = int(view.horizon[row] - view.clock[row]), int(view.horizon[row])
         size = float(facts.costs[row, :, 0].sum()) / params
-        expected = {"epochs_left": math.log(1 + left) / math.log(31), "horizon": math.log(1 + horizon) / math.log(31),
-                    "progress": int(view.clock[row]) / horizon, "gap": loss - train_loss, "price": 1e-4 * params,
-                    "flop_price": 0.5, "size": size, "spent": float(facts.spent[row]),
+        expected = {"epochs_left": math.log(1 + left) / math.log(31),
+                    "horizon": math.log(1 + horizon) / math.log(31),
+                    "progress": int(view.clock[row]) / horizon, "gap": loss - train_loss,
+                    "price": 1e-4 * params, "flop_price": 0.5, "size": size, "spent": float(facts.spent[row]),
                     "cost": 1e-4 * params * size + 0.5 * float(facts.spent[row])}
         found = {name: float(column("row", name, seen)[row, 0]) for name in expected}
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -219,7 +220,7 @@ def test_draws_depend_on_scenario_seed_and_clock_and_rows_that_are_done_wait() -
 
 
 def test_a_target_that_is_not_chosen_must_be_free_too() -> None:
-    """A spec without the target's head always names the default, which a seed that holds it already cannot take."""
+    """A spec without the target's head always names the default; a seed that holds it cannot take it."""
     names, target = toy_env(1).spec.blueprints, SPEC.defaults[Head.ALPHA_TARGET]
     spec = ActionSpec(2, names, heads=(Head.OP, Head.SLOT, Head.BLUEPRINT, Head.ALPHA_SPEED))
     env = toy_env(4, toy_family(horizons=(8,)), spec=spec)
@@ -353,8 +354,8 @@ def test_scaling_counts_every_measured_value_once() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_that_is_none_is_refused_before_anything_is_counted(value: float) -> None:
-    row, slot, candidate = (Field("flag"), Field("a", 2, True)), (Field("s", 1, True),), (Field("c", 1, True),)
-    spec = ObservationSpec(row, slot, candidate)
+    row, slot = (Field("flag"), Field("a", 2, True)), (Field("s", 1, True),)
+    spec = ObservationSpec(row, slot, (Field("c", 1, True),))
     normaliser = Normaliser(spec)
     clean = Observation(torch.randn(4, 3), torch.randn(4, 2, 1), torch.randn(4, 2, 2, 1))
     normaliser.update(clean)

@@ -108,7 +108,8 @@ class TamiyoRolloutBuffer:
         self.spec, self.device = spec, torch.device(device)
         lead = (spec.steps, spec.rows)
         self._tails = spec.tails()
-        tails = self._tails | dict.fromkeys(("advantage", "target"), ((), torch.float32)) | {"clock": ((), torch.int64)}
+        derived = {"advantage": torch.float32, "target": torch.float32, "clock": torch.int64}
+        tails = self._tails | {name: ((), dtype) for name, dtype in derived.items()}
         self._all = {name: torch.zeros(*lead, *tail, dtype=dtype, device=self.device) for name, (tail, dtype) in tails.items()}
         self._hidden = torch.zeros(spec.steps // spec.length, spec.rows, 2, spec.hidden, device=self.device)
         self.reset()
@@ -118,7 +119,7 @@ class TamiyoRolloutBuffer:
         self.filled, self._resets_inside, self._ready = 0, False, False
 
     def __getitem__(self, name: str) -> Tensor:
-        """The steps added so far, [filled, N, ...], under a name of `RolloutSpec.tails`, "advantage", "target" or "clock"."""
+        """[filled, N, ...]: the steps so far, by a name of `RolloutSpec.tails`, "advantage", "target", "clock"."""
         return self._all[name][: self.filled]
 
     @torch.no_grad()

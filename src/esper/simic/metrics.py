@@ -94,7 +94,7 @@ class Thresholds:
     value_error: float = 5.0
     """In units of the value's scale."""
     explained_variance: float = 0.0
-    """Values that explain less of the returns, update after update, are stale: their mean would be as good."""
+    """Values that explain less of the returns, update after update, are stale: a mean would be as good."""
     fire_after: int = 3
     """Updates in a row before a creeping anomaly is reported."""
     clear_factor: float = 1.5
@@ -112,7 +112,7 @@ class Anomaly:
     kind: str
     """ratio_explosion, ratio_collapse, entropy_collapse, starved, value_error, stale_values or non_finite."""
     where: str
-    """The head, or the metric; of a ratio also the step of the episode, the op and the head that moved most."""
+    """The head, or the metric; of a ratio also the step of the episode, the op and the head that moved."""
     value: float
 
     @property
@@ -172,8 +172,8 @@ class AnomalyDetector:
         yield _Sign("ratio_explosion", "ratio_max", numbers["ratio_max"], limit.ratio_max, above=True, at_once=True)
         yield _Sign("ratio_collapse", "ratio_min", numbers["ratio_min"], limit.ratio_min, above=False, at_once=True)
         yield _Sign("value_error", "value_error", numbers["value_error"], limit.value_error, above=True)
-        yield _Sign("stale_values", "explained_variance", numbers["explained_variance"], limit.explained_variance,
-                    above=False)
+        yield _Sign("stale_values", "explained_variance", numbers["explained_variance"],
+                    limit.explained_variance, above=False)
         by_head = {f"{name} {head}": value for name, values in heads.items() for head, value in values.items()}
         for name, value in (numbers | by_head).items():
             yield _Sign("non_finite", name, float(not math.isfinite(value)), 0.0, above=True, at_once=True)

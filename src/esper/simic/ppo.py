@@ -26,10 +26,11 @@ LARGEST = 1e6
 """A reward, weight or moment of a larger size is taken for a mistake: one would spoil every later update."""
 RANGES = {
     "updates": (1, 10**9), "learning_rate": (0, 1), "entropy": (0, 100), "entropy_weights": (0, 100),
-    "explore": (0, 0.99), "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6), "minibatches": (1, 10**6),
-    "accumulate": (1, 10**6), "clip": (1e-6, 1e9), "value_clip": (1e-6, 1e9), "scale_memory": (0, 0.9999),
-    "value_weight": (0, 1000), "target_kl": (1e-9, 1e9), "kl_stop": (1e-3, 1000), "max_grad_norm": (1e-6, 1e9),
-    "critic_decay": (0, 1), "adam_eps": (1e-12, 1), "replay_tolerance": (1e-9, 1000), "chunk": (0, 10**6),
+    "explore": (0, 0.99), "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6),
+    "minibatches": (1, 10**6), "accumulate": (1, 10**6), "clip": (1e-6, 1e9), "value_clip": (1e-6, 1e9),
+    "scale_memory": (0, 0.9999), "value_weight": (0, 1000), "target_kl": (1e-9, 1e9), "kl_stop": (1e-3, 1000),
+    "max_grad_norm": (1e-6, 1e9), "critic_decay": (0, 1), "adam_eps": (1e-12, 1),
+    "replay_tolerance": (1e-9, 1000), "chunk": (0, 10**6),
 }
 """number of `PPOConfig` -> (least, most), each of them in a pair or a tuple"""
 
@@ -42,7 +43,7 @@ class PPOConfig:
     """Of the declared run."""
     learning_rate: tuple[float, float] = (1e-3, 1e-4)
     entropy: tuple[float, float] = (0.05, 0.001)
-    """Weight of the bonus: the entropy of the op and, for every other head, of what it would do if it were asked."""
+    """Weight of the bonus: the op's entropy and, for every other head, that of what it would do if asked."""
     entropy_weights: tuple[float, ...] = (1.0,) * len(Head)
     """Weight of each head in the bonus, in the order of `Head`."""
     explore: tuple[float, float] = (0.02, 0.0)
@@ -82,12 +83,13 @@ class PPOConfig:
             self._check(name, least, most)
 
     def _check(self, name: str, least: float, most: float) -> None:
-        """Raise unless the field has as many numbers as its default, of its kind and within the range."""
+        """Raise unless the field has as many numbers as its default, of its kind and in the range."""
         value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
         given, known = (v if isinstance(v, (tuple, list)) else (v,) for v in (value, default))
         whole = isinstance(known[0], int)
         kinds = (int,) if whole else (int, float)
-        if len(given) != len(known) or not all(type(v) in kinds and least <= v <= most for v in given):  # nor NaN
+        fits = all(type(v) in kinds and least <= v <= most for v in given)  # NaN fits in no range
+        if len(given) != len(known) or not fits:
             what = f"{'whole ' if whole else ''}number{'s' if len(known) > 1 else ''}"
             raise EsperError(f"{name} is {value!r}; expected {len(known)} {what} from {least:g} to {most:g}")
 
@@ -176,9 +178,10 @@ class PPOAgent:
         numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in (*NUMBERS, "grad_norm")}
         numbers |= {"replay_error": error, "explained_variance": before[2]}
         buffer.reset()
+        anomalies = self.detector(numbers, by_head, self._places(log))
         return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
-                                steps=len(log) - skipped - stopped, skipped=skipped, stopped_early=bool(stopped),
-                                learning_rate=lr, anomalies=self.detector(numbers, by_head, self._places(log)))
+                                steps=len(log) - skipped - stopped, skipped=skipped,
+                                stopped_early=bool(stopped), learning_rate=lr, anomalies=anomalies)
 
     def _places(self, log: list[dict[Any, float]]) -> dict[str, str]:
         """The most extreme ratios of an update -> step of the episode, op, and head that moved most."""
@@ -207,8 +210,8 @@ class PPOAgent:
                 place = bad[name].nonzero()[0].tolist()
                 limit = f" of size {LARGEST:g} at most" if name == "reward" else ""
                 value, (step, row) = float(parts[name][tuple(place)]), place[:2]
-                raise EsperError(f"{name!r} is {value:g} at step {step} of row {row}; expected finite numbers{limit}; "
-                                 f"nothing was learned from this rollout")
+                raise EsperError(f"{name!r} is {value:g} at step {step} of row {row}; expected finite "
+                                 f"numbers{limit}; nothing was learned from this rollout")
 
     @torch.no_grad()
     def _summarise(self, buffer: TamiyoRolloutBuffer) -> tuple[Tensor, Tensor]:
@@ -278,10 +281,10 @@ class PPOAgent:
         for piece in pieces:
             encoded = self._encode(piece.seen)
             memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset)
-            loss, told, place = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
+            loss, *told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
             loss.backward()
-            numbers.append(told)
-            places.append(place)
+            numbers.append(told[0])
+            places.append(told[1])
         sums, highs, lows = torch.stack(numbers).split([_EXTREMES, 1, 1], 1)
         combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0)])
         high, low = torch.stack(places, 1)  # [pieces, 3] each
@@ -293,7 +296,7 @@ class PPOAgent:
 
     def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs, chosen: Tensor,
               valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, NUMBERS, [2, 3] where the ratio is highest and lowest: step of the episode, op, head) of sequences.
+        """(loss, NUMBERS, [2, 3] step of episode, op and head of the highest and lowest ratio) of sequences.
 
         Losses and numbers are their share of a minibatch with so many `chosen` and `valid` steps.
         """
@@ -322,8 +325,8 @@ class PPOAgent:
             numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin()])
             steps = torch.stack([batch.clock, batch.actions[..., network.spec.heads.index(Head.OP)]], -1)
             by_head = scored.heads - batch.head_log_probs
-            places = torch.stack([_place(ratio.argmax(), steps, by_head), _place(ratio.argmin(), steps, -by_head)])
-        return loss, numbers, places
+            high, low = _place(ratio.argmax(), steps, by_head), _place(ratio.argmin(), steps, -by_head)
+        return loss, numbers, torch.stack([high, low])
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
         """[L, B]: a clipped surrogate for each head that mattered and had a choice, all over the same denominator."""
@@ -361,8 +364,8 @@ class PPOAgent:
         for name, tensor in (self.network.state_dict() | moments | stats).items():
             size = float(tensor.abs().max()) if tensor.numel() else 0.0
             if not math.isfinite(size) or size > limits.get(name, math.inf):
-                raise EsperError(f"{name!r} has grown to {size:g}, beyond {LARGEST:g}, and {path} was not written; "
-                                 f"lower the learning rate and go on from the last checkpoint")
+                raise EsperError(f"{name!r} has grown to {size:g}, beyond {LARGEST:g}, and {path} was not "
+                                 f"written; lower the learning rate and go on from the last checkpoint")
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu", compile: bool = False) -> "PPOAgent":
@@ -396,7 +399,7 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:
 
 
 def _place(at: Tensor, steps: Tensor, moved: Tensor) -> Tensor:
-    """[3]: what `steps` [L, B, 2] says at a place of the flattened batch, and the head of `moved` [L, B, H] that leads."""
+    """[3]: at a place of the flattened batch `steps` [L, B, 2] and the highest head of `moved` [L, B, H]."""
     row = at[None]
     head = moved.flatten(0, 1).index_select(0, row).argmax(-1)
     return torch.cat([steps.flatten(0, 1).index_select(0, row)[0], head]).to(moved.dtype)

@@ -174,8 +174,8 @@ class ActionDistribution:
     def conditional_entropies(self) -> Tensor:
         """[..., H] in nats: each head's entropy, averaged over what would ask it; zero where nothing can.
 
-        The weights of the average sum to one however unlikely the askers are, and carry no gradient: a head that
-        is hardly ever asked keeps the whole gradient of its entropy, where the joint entropy's shrinks with p(op).
+        The weights of the average sum to one however unlikely the askers are, and carry no gradient: a head
+        that is hardly ever asked keeps the gradient of its entropy; the joint entropy's shrinks with p(op).
         """
         batch, zero = self.op.choices.dim(), torch.zeros_like(self.op.log_probs[..., 0])
         return torch.stack([sum((_behind(share * table.entropy(), batch) for table, share in shares), zero)
@@ -192,9 +192,9 @@ class ActionDistribution:
         return torch.stack(each, -1), torch.stack([likely for _, likely in asked], -1)
 
     def _asked(self) -> list[tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]]:
-        """For each head of the spec ([(categoricals, how they share what asks them)], [...] how likely it is asked).
+        """For each head ([(categoricals, their shares of being asked)], [...] how likely the head is asked).
 
-        Nothing here carries a gradient. Shares are made of logarithms: they sum to one if every asker is unlikely.
+        Nothing here carries a gradient. Shares are made of logarithms: unlikely askers sum to one too.
         """
         asked, zero = _log(self.op)[..., None] + _log(self.slot), torch.zeros_like(self.op.log_probs[..., 0])
         terms = {Head.OP: [(self.op, zero)], Head.SLOT: [(self.slot, _log(self.op))]}
@@ -226,7 +226,7 @@ def _log(choice: MaskedCategorical) -> Tensor:
 
 def _shared(terms: list[tuple[MaskedCategorical, Tensor]],
             batch: int) -> tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]:
-    """From the log-probability that each categorical is asked: (shares that sum to one, the probability of any)."""
+    """From the log-probability that each categorical is asked: (shares of one, the probability of any)."""
     logs = [torch.where(table.choices > 1, log, -torch.inf) for table, log in terms]
     logs = [log.reshape(*log.shape[:batch], -1) for log in logs]
     joined = torch.cat(logs, -1)

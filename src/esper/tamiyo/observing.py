@@ -184,8 +184,8 @@ class Normaliser:
             bad = (~values.isfinite()).reshape(-1, values.shape[-1]).any(0).tolist()
             each = [field.name for field in getattr(self.spec, name) for _ in range(field.width)]
             if any(bad):
-                raise EsperError(f"the {name} field {each[bad.index(True)]!r} of an observation is not finite; nothing "
-                                 f"of it was counted")
+                raise EsperError(f"the {name} field {each[bad.index(True)]!r} of an observation is not "
+                                 "finite; nothing of it was counted")
 
     def __call__(self, observation: Observation) -> Observation:
         return Observation(*(self._scaled(*part) for part in zip(self.parts, self.stats, observation, strict=True)))
