@@ -119,7 +119,7 @@ class TamiyoRolloutBuffer:
         self.filled, self._resets_inside, self._ready = 0, False, False
 
     def __getitem__(self, name: str) -> Tensor:
-        """[filled, N, ...]: the steps so far, by a name of `RolloutSpec.tails`, "advantage", "target", "clock"."""
+        """[filled, N, ...]: steps so far, by a name of `RolloutSpec.tails`, advantage, target or clock."""
         return self._all[name][: self.filled]
 
     @torch.no_grad()
