@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from esper.cli.machine import keep_freed_memory
 from esper.kasmina import Population
 from esper.leyline import EsperError
-from esper.cli.machine import keep_freed_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Result = dict[str, Any]

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from experiments.toys import WorldCollector
 from torch import Tensor
 
 from esper.leyline import RELEVANCE, ActionSpec, Field, Head, LifecycleOp, Observation, ObservationSpec
@@ -11,7 +12,6 @@ from esper.simic import Outcome, PPOAgent, PPOConfig, TamiyoRolloutBuffer
 from esper.tamiyo import ActionLogits, ActionMasks, Controller, NetworkConfig
 from esper.tamiyo.controller import PolicyInput
 from esper.tamiyo.masks import mask_sizes
-from experiments.toys import WorldCollector
 
 SPEC = ActionSpec.full(3, ("noop", "a", "b"))
 SEES = ObservationSpec((Field("x", 3), Field("y", 1, True)), (Field("z", 4),), (Field("w", 2),))

@@ -9,9 +9,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from experiments.controls_table import Row, differences, table
-
-from esper.leyline import ActionSpec, EsperError, SeedStage
 from esper.prove_cli import _decides
 from esper.simic.controls import Tuned, about, births, halving, in_processes, shuffled, tune
 from esper.simic.gaps import Rule, Split
@@ -19,6 +16,9 @@ from esper.simic.plans import Plan
 from esper.simic.proving import Mind, ProofConfig, prove
 from esper.simic.sweep import conditions
 from esper.simic.trials import Decision, Delivered, Trials, batches
+from experiments.controls_table import Row, differences, table
+
+from esper.leyline import ActionSpec, EsperError, SeedStage
 from esper.tamiyo import Controller, Planned, Random, TriggerConfig, Triggered, Wait
 from esper.tolaria import PreviewConfig
 from tests.workshop import toy_data, toy_family

@@ -5,8 +5,6 @@ import math
 
 import numpy as np
 import pytest
-
-from esper.leyline import EsperError
 from esper.simic.court import (
     BEATEN,
     BETWEEN,
@@ -23,6 +21,8 @@ from esper.simic.court import (
     needed,
     pooled,
 )
+
+from esper.leyline import EsperError
 
 CONTROLS = tuple(dict.fromkeys((*BEATEN, *MATCHED, *BETWEEN, *REPORTED)))
 

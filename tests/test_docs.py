@@ -13,8 +13,8 @@ from experiments import tables
 
 from esper.cli import main
 from esper.nissa.glossary import glossary
-from esper.simic.court import BEATEN, MATCHED
 from esper.simic.metrics import METRICS
+from esper.simic.proof.claims import BEATEN, MATCHED
 from esper.tamiyo import TRIGGERS
 from esper.tamiyo.minds import read_mind
 from esper.tolaria.families import FAMILIES
@@ -113,7 +113,7 @@ def test_the_readme_table_follows_the_proofs(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_glossary_is_the_table_of_metrics() -> None:
     text = (ROOT / "docs" / "controller.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (\w+ \| .*?) \|$", text, re.MULTILINE))
-    assert rows == {name: f"{reducer} | {what}" for name, (reducer, what) in METRICS.items()}
+    assert rows == {name: f"{metric.reducer} | {metric.help}" for name, metric in METRICS.items()}
 
 
 def test_the_store_is_described_as_it_is() -> None:

@@ -7,11 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from esper.simic.gaps import (
+    FIXED,
+    HIDDEN,
+    LEVELS,
+    NO_GROWTH,
+    RANDOM,
+    RULE,
+    SCENARIO,
+    VISIBLE,
+    Level,
+    Outcomes,
+    gap,
+    knowledge,
+)
 from rich.console import Console
 
 from esper.leyline import EsperError
 from esper.simic import gaps
-from esper.simic.gaps import FIXED, HIDDEN, LEVELS, NO_GROWTH, RANDOM, RULE, SCENARIO, VISIBLE, Level, Outcomes, gap, knowledge
 
 INITS, CONDITIONS, TYPES = 32, 2, 4
 VALUE = 0.05 * np.eye(5)[1:]  # [type, choice]: choice t + 1 is worth 5 points for type t, the others nothing

@@ -21,7 +21,16 @@ from esper.leyline import (
     SeedStage,
     View,
 )
-from esper.tamiyo import OBSERVATION, ActionDistribution, ActionLogits, ActionMasks, Normaliser, Random, action_masks, observe
+from esper.tamiyo import (
+    OBSERVATION,
+    ActionDistribution,
+    ActionLogits,
+    ActionMasks,
+    Normaliser,
+    Random,
+    action_masks,
+    observe,
+)
 from esper.tamiyo.controller import PolicyInput
 from esper.tolaria import Kind, MorphogeneticEnv, PreviewConfig
 from tests.minds import SPEC, every_action, random_masks
@@ -151,7 +160,7 @@ def test_observations_follow_their_spec_and_miss_nothing_silently() -> None:
     assert bool((column("row", "measured", second) == 1).all())
     assert bool((column("row", "moving", second) == 0).all())
     on = measured.evidence.all_on
-    latest = torch.stack([on.loss, on.accuracy, on.probability, measured.train_loss], 1)
+    latest = torch.stack([on.loss, on.score, on.smooth, measured.train_loss], 1)
     torch.testing.assert_close(column("row", "scores", second), latest)
     env.step(Random(1)(env.view()))
     third = observe(env.view())
@@ -206,7 +215,7 @@ def test_draws_depend_on_scenario_seed_and_clock_and_rows_that_are_done_wait() -
     assert {*view.done.tolist()} == {True, False}
 
     def shown(view: View, seed: int = 0) -> PolicyInput:
-        return PolicyInput.of(view, seed, torch.device("cpu"))
+        return PolicyInput.of(view, (seed,), torch.device("cpu"))
 
     first = shown(view)
     assert torch.equal(first.valid, ~view.done)

@@ -10,7 +10,16 @@ import torch
 from esper.kasmina import blueprints_for
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage, View
 from esper.simic import PPOAgent
-from esper.tamiyo import POLICIES, Controller, Heuristic, HeuristicConfig, Learned, PolicyBundle, TriggerConfig, entry
+from esper.tamiyo import (
+    POLICIES,
+    Controller,
+    Heuristic,
+    HeuristicConfig,
+    Learned,
+    PolicyBundle,
+    TriggerConfig,
+    entry,
+)
 from esper.tolaria import MorphogeneticEnv, PreviewConfig, play
 from tests.workshop import toy_env, toy_family
 

@@ -8,6 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from esper.simic.controls import Tuned, play_plans, play_rule, schedule, trigger_candidates, tune
+from esper.simic.court import BEATEN, MATCHED, REPORTED
+from esper.simic.gaps import Rule, Split
+from esper.simic.plans import played
+from esper.simic.proving import Mind, Proof, ProofConfig, prove
+from esper.simic.sweep import conditions
+from esper.simic.trials import Delivered, Trials
 from experiments import orchard
 from experiments.orchard import FAMILY, Gardener, Orchard
 from torch import Tensor
@@ -16,13 +23,6 @@ from esper.cli import main
 from esper.leyline import EsperError, View
 from esper.nissa import Store, read
 from esper.simic import proving, sweep, trials
-from esper.simic.controls import Tuned, play_plans, play_rule, schedule, trigger_candidates, tune
-from esper.simic.court import BEATEN, MATCHED, REPORTED
-from esper.simic.gaps import Rule, Split
-from esper.simic.plans import played
-from esper.simic.proving import Mind, Proof, ProofConfig, prove
-from esper.simic.sweep import conditions
-from esper.simic.trials import Delivered, Trials
 from esper.tamiyo import PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Scenarios
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from esper.prove_cli import Prove, candidate
+from esper.simic.controls import Tuned, tune
+from esper.simic.trials import Delivered, Trials
 from experiments.orchard import FAMILY, Orchard
 from rich.console import Console
 
@@ -17,12 +20,9 @@ from esper import __version__, prove_cli
 from esper.cli import main
 from esper.leyline import EsperError
 from esper.nissa import Store, read
-from esper.prove_cli import Prove, candidate
 from esper.simic import sweep, training, trials
-from esper.simic.controls import Tuned, tune
 from esper.simic.ppo import PPOAgent
 from esper.simic.training import CHECKPOINT
-from esper.simic.trials import Delivered, Trials
 from esper.tamiyo import Learned
 from esper.tolaria import PreviewConfig, ProofKey, families, open_test
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from esper.simic.sweep import choices, full_spec, grid, head_choices, run_sweep, seed_script
 
 from esper.cli import main
 from esper.kasmina import Host
 from esper.simic import gaps
-from esper.simic.sweep import choices, full_spec, grid, head_choices, run_sweep, seed_script
 from esper.tamiyo import Random
 from esper.tolaria import FAMILIES, Kind, MorphogeneticEnv, play
 from tests.workshop import toy_data, toy_family

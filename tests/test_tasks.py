@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from esper.tasks_cli import TasksAddData, TasksList, run_add_data, run_list
 from rich.console import Console
 from torch import Tensor
 
 import esper
 from esper.leyline import EsperError
-from esper.tasks_cli import TasksAddData, TasksList, run_add_data, run_list
 from esper.tolaria import files, tasks
 from esper.tolaria.tasks import TASKS, Files, ProofKey, TaskData, add_data, load_task, open_test, present, where
 

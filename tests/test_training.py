@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from esper.simic.growth import TOLD
+from esper.train_cli import PRESETS, Train, begun, resolved, resumed
 from rich.console import Console
 from safetensors import SafetensorError
 
@@ -22,11 +24,9 @@ from esper.karn import panel, summary
 from esper.leyline import EsperError, LifecycleOp
 from esper.nissa import Store, read
 from esper.simic import PPOConfig
-from esper.simic.growth import TOLD
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.tamiyo import NetworkConfig, Wait
 from esper.tolaria import Family, MorphogeneticEnv, PreviewConfig
-from esper.train_cli import PRESETS, Train, begun, resolved, resumed
 from tests.workshop import toy_data, toy_family
 
 FAMILY = toy_family(horizons=(6, 7), prices=(1e-4,), flop_prices=(0.01,))

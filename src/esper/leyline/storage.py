@@ -132,6 +132,10 @@ def decoding(path: str | Path, kind: str) -> Iterator[None]:
     """Around the reading of a header: whatever is malformed in it is one sentence."""
     try:
         yield
+    except StateFormatError:
+        raise
+    except EsperError as error:
+        raise StateFormatError(str(error)) from error
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
         raise StateFormatError(f"{path} does not describe a {kind}: {error}") from error
 
