@@ -23,6 +23,9 @@ from rich.console import Console
 from torch import Tensor
 
 import esper
+from esper import cli
+from esper.cli.options import TasksAddData, TasksList
+from esper.cli.tasks import run
 from esper.leyline import EsperError
 from esper.tolaria import files, tasks
 from esper.tolaria.tasks import TASKS, Files, ProofKey, TaskData, add_data, load_task, open_test, present, where
@@ -210,13 +213,15 @@ def test_only_the_proof_can_open_the_test_split() -> None:
     """No other source constructs a key, names one, opens the split, or reads task files behind the lock's back."""
     root = Path(esper.__file__).parent
     sources = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
-    others = {name: text for name, text in sources.items() if name != "simic/proving.py"}
+    others = {name: text for name, text in sources.items() if name != "simic/proof/proving.py"}
     assert len(others) == len(sources) - 1
     assert [name for name, text in others.items() if "ProofKey(" in text] == []
     lock = {"tolaria/__init__.py", "tolaria/tasks.py"}
     assert {name for name, text in others.items() if re.search(r"\b(ProofKey|open_test)\b", text)} <= lock
     behind = re.compile(r"tolaria(\.| import .*\b)files\b|\bread_(cache|idx|cifar)\b|\.source\.(read|verify)\b|\bcache_path\b")
-    assert {name for name, text in others.items() if behind.search(text)} <= {*lock, "tolaria/files.py"}
+    ledger = "tolaria/openings.py"  # lies beside the data, and asks for nothing else
+    assert {name for name, text in others.items() if behind.search(text)} <= {*lock, "tolaria/files.py", ledger}
+    assert set(re.findall(r"\bfiles\.(\w+)", others[ledger])) == {"data_directory"}
 
 
 def test_gzipped_and_plain_idx_files_are_equal(data: Path, tmp_path: Path) -> None:
@@ -309,7 +314,7 @@ def test_debians_fashion_mnist_is_found_and_verified(tmp_path: Path, monkeypatch
     labels[8:10] = labels[9], labels[8]
     (folder / "train-labels-idx1-ubyte").write_bytes(labels)
     refused("fashion", folder, "train-labels-idx1-ubyte has the wrong sha256 checksum")
-    assert not (tmp_path / "data").exists()
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["openings.jsonl"], "nothing but that it was opened"
 
 
 def refused(name: str, folder: Path, message: str) -> None:
@@ -468,9 +473,9 @@ def test_the_data_directory_follows_the_environment(monkeypatch: pytest.MonkeyPa
 def test_the_list_fits_80_columns_and_names_what_is_missing(data: Path, tmp_path: Path,
                                                             capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=80, highlight=False, soft_wrap=True)
-    run_add_data(TasksAddData("fashion", write_idx(tmp_path / "fashion")), console)
+    run(TasksAddData("fashion", write_idx(tmp_path / "fashion")), console)
     capsys.readouterr()
-    run_list(TasksList(), console)
+    run(TasksList(), console)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
@@ -480,18 +485,14 @@ def test_the_list_fits_80_columns_and_names_what_is_missing(data: Path, tmp_path
         status[name] = f"{status.get(name, '')} {text}".strip()
     assert status == {"mnist1d": "built in", "digits": "built in", "mnist": "missing: esper tasks add-data mnist DIR",
                       "fashion": "found", "cifar10": "missing: esper tasks add-data cifar10 DIR"}
-    run_list(TasksList(json=True), console)
+    run(TasksList(json=True), console)
     listed = json.loads(capsys.readouterr().out)
     assert listed["fashion"]["data"] == str(tmp_path / "fashion")
     assert listed["mnist"]["data"] is None
     assert listed["mnist1d"]["sizes"] == [3000, 1000, 1000]
 
 
-def test_the_command_exits_with_2_and_one_sentence(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
-    from esper import cli
-    monkeypatch.setitem(cli.COMMANDS, "tasks", ("esper.tasks_cli", "TasksList", "run_list", ""))
-    monkeypatch.setitem(cli.COMMANDS, "tasks add-data", ("esper.tasks_cli", "TasksAddData", "run_add_data", ""))
+def test_the_command_exits_with_2_and_one_sentence(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["imagenet", "."], ["mnist", str(tmp_path / "absent")], ["digits", str(tmp_path)], ["cifar10", str(tmp_path)]):
         assert cli.main(["tasks", "add-data", *words]) == 2
         out, err = capsys.readouterr()
@@ -505,7 +506,7 @@ def test_the_command_exits_with_2_and_one_sentence(data: Path, tmp_path: Path, m
 
 
 def test_rooms_import_with_torch_numpy_and_safetensors_alone() -> None:
-    code = ("import sys, esper.kasmina, esper.tolaria, esper.tamiyo, esper.simic.sweep, esper.simic.gaps;"
+    code = ("import sys, esper.kasmina, esper.tolaria, esper.tamiyo, esper.simic.proof.sweep, esper.simic.proof.value_of_information;"
             "print({'mnist1d', 'sklearn', 'scipy', 'matplotlib', 'tyro', 'rich', 'requests'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -18,10 +18,11 @@ from tests.workshop import random_actions
 ROWS = 24
 
 
-def grown(kind: str, device: str = "cpu", epochs: int = 12, rows: int = ROWS, **options: object) -> Population:
+def grown(kind: str, device: str = "cpu", epochs: int = 12, rows: int = ROWS, stages: int = 3, **options: object) -> Population:
     """A population with a random topology in every row, after a few steps of training."""
     generator = torch.Generator().manual_seed(5)
-    population = Population(Host(kind, **small_hosts()[kind]), rows, dtype=torch.float64, device=device, **options)
+    shape = small_hosts()[kind] | {"widths": small_hosts()[kind]["widths"][:stages]}
+    population = Population(Host(kind, **shape), rows, dtype=torch.float64, device=device, **options)
     for _ in range(epochs):
         population.begin_epoch(random_actions(population, generator))
         population.train_step(*batch(population, 4, generator))
@@ -193,12 +194,13 @@ def test_preview_of_an_incubating_seed(kind: str) -> None:
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # the compiler itself trips over warnings that are errors
-@pytest.mark.parametrize("kind", HOSTS)
-def test_compiled_equals_eager(kind: str, device: str) -> None:
-    eager = grown(kind, device, rows=8, epochs=6)
+@pytest.mark.parametrize(("kind", "stages"), [(kind, 2 if kind == "conv1d" else 1) for kind in HOSTS])  # compilers are slow
+def test_compiled_equals_eager(kind: str, stages: int, device: str) -> None:
+    eager = grown(kind, device, rows=8, epochs=6, stages=stages)
     graphs = counters["stats"]["unique_graphs"]
-    compiled = grown(kind, device, rows=8, epochs=6, compile=True)
-    assert counters["stats"]["unique_graphs"] - graphs == 3  # one per stage, whatever the topology
+    compiled = grown(kind, device, rows=8, epochs=6, stages=stages, compile=True)
+    assert len(compiled.life.blueprint.unique(dim=0)) > 3
+    assert counters["stats"]["unique_graphs"] - graphs == stages  # one per stage, whatever the topology
     for name, tensor in eager.snapshot(torch.arange(8)).items():
         torch.testing.assert_close(tensor, compiled.snapshot(torch.arange(8))[name], rtol=0, atol=1e-8)
 
