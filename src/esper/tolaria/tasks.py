@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from esper.kasmina import find_objective
 from esper.leyline import EsperError
 from esper.leyline.keys import mix
 from esper.tolaria import files
@@ -81,11 +82,26 @@ def _checked_inputs(name: str, values: Any) -> Tensor:
     return x
 
 
-def _checked_labels(name: str, values: Any, samples: int, classes: int) -> Tensor:
-    """int64 [samples] in 0 to classes - 1; whole numbers of any type are taken."""
-    y = _tensor(name, values)
+def _checked_labels(name: str, values: Any, samples: int, task: Task) -> Tensor:
+    """[samples] as the task's objective has them; numbers of any type are taken."""
+    y, objective = _tensor(name, values), find_objective(task.objective)
     if y.shape != (samples,):
         raise EsperError(f"{name} has shape {list(y.shape)}; expected a label for each of {samples} samples")
+    if not objective.label_dtype.is_floating_point:
+        y = _whole(name, y, task.classes)
+    elif y.is_complex():
+        raise EsperError(f"{name} is {y.dtype}; expected real numbers")
+    y = y.to(objective.label_dtype)
+    try:
+        objective.check(y, task.classes)
+    except EsperError as error:
+        raise EsperError(f"{name}: {error}") from error
+    return y
+
+
+def _whole(name: str, y: Tensor, classes: int) -> Tensor:
+    """int64 in 0 to classes - 1."""
+    samples = len(y)
     whole = y.to(torch.int64) if not y.is_complex() else y.new_zeros(samples, dtype=torch.int64)
     if not torch.equal(whole.to(y.dtype), y):
         raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
@@ -107,14 +123,14 @@ class TaskData:
     x: Tensor
     """float32 [n, *inputs], standardised with the statistics of the training split."""
     y: Tensor
-    """int64 [n]."""
+    """[n], int64 class numbers or float32, as the task's objective has them."""
     validation_x: Tensor
     validation_y: Tensor
 
     def __post_init__(self) -> None:
         for split in ("", "validation_"):
             x = _checked_inputs(f"{split}x", getattr(self, f"{split}x"))
-            y = _checked_labels(f"{split}y", getattr(self, f"{split}y"), len(x), self.task.classes)
+            y = _checked_labels(f"{split}y", getattr(self, f"{split}y"), len(x), self.task)
             object.__setattr__(self, f"{split}x", x)
             object.__setattr__(self, f"{split}y", y)
         if self.x.shape[1:] != self.validation_x.shape[1:]:
