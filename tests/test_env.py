@@ -1,10 +1,8 @@
-"""The environment: data per row, evidence, twins, replay, resume."""
+"""The environment: data per row, evidence, twins, replay, another objective."""
 
-import os
-import signal
-import subprocess
-import sys
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,14 @@ from esper.kasmina import Host, blueprints_for
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage, StateFormatError
 from esper.tamiyo import Random, Scripted, Wait, entry
 from esper.tolaria import (
+    TASKS,
+    EnvConfig,
+    Episodes,
     Family,
     Kind,
+    MorphogeneticEnv,
     PreviewConfig,
-    Scenario,
-    Scenarios,
-    Trace,
+    TaskData,
     Twins,
     evaluate,
     play,
@@ -27,7 +27,7 @@ from esper.tolaria import (
     replay,
 )
 from esper.tolaria.evaluation import plan
-from tests.workshop import KINDS, toy_data, toy_env, toy_family
+from tests.workshop import KINDS, Scenario, columns_of, toy_data, toy_env, toy_family
 
 
 def test_scenarios_depend_on_their_keys_alone() -> None:
@@ -131,6 +131,24 @@ def test_noise_is_fixed_per_sample_and_of_the_stated_size() -> None:
     assert abs(float(torch.corrcoef(noise[:2])[0, 1])) < 0.6
 
 
+def test_noise_of_validation_samples_is_not_that_of_training_samples() -> None:
+    """Else what was fitted to the noise would be worth something on the other split."""
+    data = toy_data(inputs=(40,))
+    same = replace(data, validation_x=data.x[:120], validation_y=data.y[:120])
+    family = toy_family(kinds=(Kind("noisy", noise=0.3),), batch=240)
+    env = MorphogeneticEnv(family, 2, same)
+    env.reset(family.scenarios(2))
+    env.feed.begin_epoch(env.clock)
+    order = env.feed._order.argsort(0)  # [n, N]
+    x = env.feed.train(0)[0]
+    trained = torch.stack([x[order[:, row], row] for row in range(2)], 1)[:120] - data.x[:120, None]
+    validated = env.feed.validation(0, 120)[0] - data.x[:120, None]
+    held = torch.cat([x for x, _ in env.held_out(data.x[:120], data.y[:120])]) - data.x[:120, None]
+    for one, other in ((trained, validated), (validated, held), (trained, held), (trained[:, :1], trained[:, 1:])):
+        assert float((one - other).abs().amax(2).min(0).values.min()) > 0.1
+    assert float(trained.std()) == pytest.approx(0.3, rel=0.05)
+
+
 def test_finished_rows_wait_and_are_reset_in_place() -> None:
     env = toy_env(8)
     scenarios = env.family.scenarios(8)
@@ -203,7 +221,7 @@ def test_waiting_episodes_equal_their_twin_exactly() -> None:
     paths = twins(scenarios.take(shuffled))  # other places in the population
     for row, place in enumerate(shuffled.tolist()):
         end = int(scenarios.horizon[place])
-        mine = torch.stack([trace.measured[f"all_on.{name}"][:end, place] for name in ("loss", "accuracy", "probability")], 1)
+        mine = torch.stack([trace.measured[f"all_on.{name}"][:end, place] for name in ("loss", "score", "smooth")], 1)
         assert torch.equal(mine, paths[row, :end])
         assert bool(paths[row, end:].isnan().all())
 
@@ -224,7 +242,7 @@ def test_twins_are_computed_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_growth_changes_a_row_and_not_its_neighbours() -> None:
-    def run(grows: bool) -> Trace:
+    def run(grows: bool) -> Episodes:
         env = toy_env(6)
         script = [entry(env.spec, 0, LifecycleOp.GERMINATE, slot=0, blueprint="mlp_small"),
                   entry(env.spec, 1, LifecycleOp.ADVANCE, slot=0)]
@@ -261,11 +279,11 @@ def test_evidence_equals_plain_forwards_of_each_network() -> None:
         return logits.softmax(2).gather(2, y[..., None]).squeeze(2)  # [B, N]
 
     base = probability(life.alpha)
-    torch.testing.assert_close(evidence.all_on.probability, base.mean(0).float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(evidence.all_on.smooth, base.mean(0).float(), rtol=0, atol=1e-6)
     bare = probability(torch.zeros_like(life.alpha)).mean(0).float()
-    torch.testing.assert_close(evidence.all_off.probability, bare, rtol=0, atol=1e-6)
+    torch.testing.assert_close(evidence.all_off.smooth, bare, rtol=0, atol=1e-6)
     fossils = torch.where(life.at(SeedStage.FOSSILIZED), life.alpha, 0.0)
-    torch.testing.assert_close(evidence.delivered.probability, probability(fossils).mean(0).float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(evidence.delivered.smooth, probability(fossils).mean(0).float(), rtol=0, atol=1e-6)
     assert int(evidence.contribution.known.sum()) > 5
     assert int(evidence.preview.known.sum()) > 3
     for slot in range(2):
@@ -391,82 +409,143 @@ def test_replay_is_bit_identical_and_finds_a_change(tmp_path: Path) -> None:
     env = toy_env(8)
     trace = play(env, Random(4), env.family.scenarios(8))
     trace.save(tmp_path / "round.safetensors")
-    loaded = Trace.load(tmp_path / "round.safetensors")
+    loaded, header = Episodes.load(tmp_path / "round.safetensors")
+    assert {"commit", "torch", "threads", "version"} <= header.keys()
     data = toy_data(inputs=(40,))
     assert replay(loaded, data=data) == []
+    assert torch.equal(loaded.utility(), trace.utility())
+    assert loaded.decisions() == trace.decisions() != []
+    assert loaded.moves == trace.moves != ()
+    assert loaded.config == env.config
     loaded.measured["all_on.loss"][3, 5] += 1e-6
     assert replay(loaded, data=data) == ["all_on.loss, epoch 4, row 5"]
-    longer = Trace(trace.header, trace.scenarios, torch.cat([trace.actions, trace.actions[-1:]]), trace.measured)
+    longer = replace(trace, actions=torch.cat([trace.actions, trace.actions[-1:]]))
     assert replay(longer, data=data)[0] == "length, epoch 9, every row"
 
 
-def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
-    path = tmp_path / "env.safetensors"
-    straight, policy = toy_env(8), Random(6)
-    straight.reset(straight.family.scenarios(8))
-    for epoch in range(6):
-        if epoch == 3:
-            straight.save(path)
-        straight.step(policy(straight.view()))
-    resumed = toy_env(8)
-    resumed.load(path)
-    for _ in range(3):
-        resumed.step(policy(resumed.view()))
-    mine, theirs = resumed.tensors(), straight.tensors()
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        assert torch.equal(tensor.nan_to_num(), theirs[name].nan_to_num()), name
-    with pytest.raises(StateFormatError, match="of another environment: rows"):
-        toy_env(9).load(path)
+def test_an_episode_is_recorded_as_it_was_played() -> None:
+    env = toy_env(6, spec=ActionSpec.decisive(2, blueprints_for("mlp")))
+    seen = []
+    trace = play(env, Random(4), env.family.scenarios(6), watch=lambda measured: seen.append(measured.clock.clone()))
+    assert len(trace) == 6
+    assert len(seen) == len(trace.actions) == 8
+    assert torch.equal(torch.stack(seen), trace.measured["clock"])
+    wait, grow = (env.spec.ops.index(op) for op in (LifecycleOp.WAIT, LifecycleOp.GERMINATE))
+    decisions = trace.decisions()
+    assert len(decisions) == int((trace.actions[..., 0] != wait).sum()) > 0
+    for decision in decisions:
+        op, slot, blueprint = trace.actions[decision.epoch, decision.scenario].tolist()
+        assert (decision.op, decision.slot) == (env.spec.ops[op].name, slot)
+        assert decision.blueprint == (env.spec.blueprints[blueprint] if op == grow else None)
+    births = [move for move in trace.moves if move[4] == "GERMINATED"]
+    assert {(epoch - 1, row, slot) for epoch, row, slot, *_ in births} == {
+        (d.epoch, d.scenario, d.slot) for d in decisions if d.op == "GERMINATE"}
+    kept, price = trace.params.float(), torch.tensor(0.5)
+    expected = trace.delivered.score - price * kept - 2 * trace.spent
+    torch.testing.assert_close(trace.utility(price, 2.0), expected)
+    torch.testing.assert_close(trace.utility(), trace.delivered.score - trace.scenarios.price * kept)
+    short = play(env, Random(4), env.family.scenarios(6), most=2)
+    assert torch.equal(short.actions, trace.actions[:2])
 
 
-KILLED = """
-import sys, torch
-from pathlib import Path
-from esper.tamiyo import Random
-from tests.workshop import toy_env
-path = Path(sys.argv[1])
-torch.set_num_threads(1)
-env, policy = toy_env(8), Random(6)
-if path.exists():
-    env.load(path)
-else:
-    env.reset(env.family.scenarios(8))
-print("ready", flush=True)
-while not bool(env.done.all()):
-    env.step(policy(env.view()))
-    env.save(path)
-    print("saved", flush=True)
-"""
+def test_fossils_to_begin_with_are_as_untrained_as_their_hosts() -> None:
+    env = toy_env(3, toy_family(kinds=(Kind("plain"),)))
+    seeds = torch.tensor([[-1, -1], [4, -1], [4, 4]])
+    held = toy_data(inputs=(40,))
+    samples = (held.validation_x[:50], held.validation_y[:50])
+    grown = play(env, Wait(), env.family.scenarios(3), fossils=seeds, samples=lambda: env.held_out(*samples))
+    assert torch.equal(grown.blueprint, seeds)
+    assert (grown.params > 0).tolist() == (grown.flops > 0).tolist() == (grown.spent > 0).tolist() == [False, True, True]
+    assert int(grown.params[2]) == 2 * int(grown.params[1])
+    assert bool(((grown.delivered.score * 50).round() - grown.delivered.score * 50).abs().max() < 1e-4), "of 50 samples"
+    bare = play(env, Wait(), env.family.scenarios(3))
+    assert torch.equal(bare.measured["all_on.loss"][:, 0], grown.measured["all_on.loss"][:, 0])
+    assert not torch.equal(bare.measured["all_on.loss"][:, 1], grown.measured["all_on.loss"][:, 1])
 
 
-def run_to_the_end(path: Path, kill_after: int | None) -> None:
-    """Or until it was killed in the epoch after so many checkpoints."""
-    root = Path(__file__).parent.parent
-    job = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], cwd=root, stdout=subprocess.PIPE,
-                           env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert job.stdout is not None
-    for _ in range(1 + (kill_after or 0)):
-        job.stdout.readline()
-    if kill_after is not None:
-        job.send_signal(signal.SIGKILL)
-    assert job.wait() == (0 if kill_after is None else -signal.SIGKILL)
-    job.stdout.close()
+def test_one_config_makes_an_environment() -> None:
+    family = toy_family()
+    config = EnvConfig(family, previews=PreviewConfig(2, 3))
+    env = MorphogeneticEnv(config, 2, toy_data(inputs=(40,)), dtype=torch.float64)
+    assert env.config == replace(config, dtype="float64")
+    assert env.spec == config.spec == ActionSpec.decisive(2, blueprints_for("mlp"))
+    assert env.population.config == env.config.population
+    assert MorphogeneticEnv(family, 2, toy_data(inputs=(40,)), previews=PreviewConfig(2, 3)).config == config
+    with pytest.raises(EsperError, match="needs a Family, not a Host"):
+        EnvConfig(family.host)  # type: ignore[arg-type]
 
 
-def test_killed_runs_resume_bit_for_bit(tmp_path: Path) -> None:
-    run_to_the_end(tmp_path / "whole.safetensors", None)
-    whole = (tmp_path / "whole.safetensors").read_bytes()
-    for saved in (0, 2, 5):
-        path = tmp_path / f"killed{saved}.safetensors"
-        run_to_the_end(path, saved)
-        assert not path.exists() or path.read_bytes() != whole
-        run_to_the_end(path, None)
-        assert path.read_bytes() == whole
+def test_learning_rates_follow_a_cosine_to_their_floor() -> None:
+    env = toy_env(9, toy_family(horizons=(4, 6), lrs=(0.01, 0.02), floor=0.2))
+    scenarios = env.family.scenarios(9)
+    env.reset(scenarios)
+    for epoch in range(4):
+        env.step(Wait()(env.view()))
+        turn = [(1 + math.cos(math.pi * epoch / horizon)) / 2 for horizon in scenarios.horizon.tolist()]
+        expected = scenarios.lr * (0.2 + 0.8 * torch.tensor(turn, dtype=torch.float64))
+        torch.testing.assert_close(env.population.lr, expected[:, None].expand(9, 3), atol=0, rtol=1e-12)
+    assert set(scenarios.lr.tolist()) == {0.01, 0.02}
+    assert set(scenarios.horizon.tolist()) == {4, 6}
+    assert bool((env.population.lr[:, 0] < 0.7 * scenarios.lr).all()), "it did fall"
+
+
+def regression_data(samples: int = 200, validation: int = 100) -> TaskData:
+    """A smooth number of forty inputs, standardised by its own formula."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples + validation, 40, generator=generator)
+    y = x[:, :8].sum(1) / 8**0.5 + 0.3 * torch.sin(2 * x[:, 8])
+    y = (y - y[:samples].mean()) / y[:samples].std()
+    return TaskData(TASKS["slope"], x[:samples], y[:samples], x[samples:], y[samples:])
+
+
+def test_regression_grows_like_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another objective is a word in the task: no class numbers, scores are the variance explained."""
+    monkeypatch.setitem(TASKS, "slope", replace(TASKS["digits"], name="slope", inputs=(40,), classes=1, objective="regression"))
+    host = Host("mlp", (40,), (24, 24), classes=1)
+    kinds = (Kind("plain"), Kind("noisy", noise=0.1), Kind("wrong", label_noise=0.2))
+    family = Family("slope", "slope", host, kinds, horizons=(16,), batch=20)
+    spec = ActionSpec.full(2, blueprints_for("mlp"))
+    env = MorphogeneticEnv(family, 24, data=regression_data(), spec=spec, previews=PreviewConfig(4, 4))
+    assert env.feed.labels.dtype == env.feed.validation_y.dtype == torch.float32
+    episodes = play(env, Random(3), family.scenarios(24))
+    measured = episodes.measured
+    assert env.rollbacks == []
+    assert bool((measured["train_loss"][-1] < 0.5 * measured["train_loss"][0]).all())
+    score, plain = measured["all_on.score"], episodes.scenarios.kind == 0
+    assert bool(((score >= 0) & (score <= 1)).all())
+    assert float(score[-1][plain].min()) > 0.5
+    assert float(score[0].mean()) < float(score[-1].mean())
+    loss = measured["all_on.loss"]
+    assert float((score - (1 - loss).clamp(0, 1)).abs().max()) < 1e-5
+    assert torch.equal(score, measured["all_on.smooth"])
+    assert bool(measured["contribution.known"].any())
+    assert float(measured["contribution.value"].abs().max()) > 0.01
+    assert bool(env.candidates.known.any())
+    assert int((episodes.blueprint >= 0).sum()) > 0
+    wrong = (env.feed.labels != env.feed.y).float().mean(1)
+    assert 0.1 < float(wrong[episodes.scenarios.kind == 2].mean()) < 0.25
+    assert float(wrong[episodes.scenarios.kind != 2].max()) == 0
+
+
+def test_labels_must_be_those_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "slope", replace(TASKS["digits"], name="slope", inputs=(40,), classes=1, objective="regression"))
+    data = regression_data()
+    whole = replace(data, y=torch.ones(200, dtype=torch.int64))
+    assert whole.y.dtype == torch.float32, "whole numbers are numbers"
+    with pytest.raises(EsperError, match=r"^y: regression labels must be finite"):
+        replace(data, y=torch.full((200,), math.nan))
+    with pytest.raises(EsperError, match=r"^y is torch.complex64; expected real numbers"):
+        replace(data, y=torch.ones(200) + 1j)
+    family = Family("slope", "slope", Host("mlp", (40,), (8,)), (Kind("plain"),))
+    with pytest.raises(EsperError, match="a host with 10 outputs cannot regress one number"):
+        MorphogeneticEnv(family, 1, data)
+    classes = Family("classes", "mnist1d", Host("mlp", (40,), (8,)), (Kind("plain"),))
+    with pytest.raises(EsperError, match="classification needs whole class numbers"):
+        MorphogeneticEnv(classes, 1, data)
 
 
 def test_scenarios_can_be_written_by_hand() -> None:
-    own = Scenarios.of([Scenario(1, KINDS[0], horizon=3), Scenario(2, KINDS[1], price=1e-3, horizon=3)])
+    own = columns_of([Scenario(1, KINDS[0], horizon=3), Scenario(2, KINDS[1], price=1e-3, horizon=3)])
     env = toy_env(2, toy_family(kinds=KINDS[:2]))
     trace = play(env, Wait(), own)
     assert len(trace.actions) == 3
