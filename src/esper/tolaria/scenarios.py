@@ -40,9 +40,12 @@ class Scenarios:
     """Many scenarios as columns."""
 
     key: Tensor  # [N] int64
+    """Decides weights, data order and noise."""
     kind: Tensor  # [N] int64: position in `kinds`
     price: Tensor  # [N]
+    """Score that one parameter of a live seed costs."""
     flop_price: Tensor  # [N]
+    """Score that extra training FLOPs cost, per host training (the FLOPs of training the bare host for the episode)."""
     horizon: Tensor  # [N] int64
     lr: Tensor  # [N] float64
     luck: Tensor  # [N] int64: for the draws of policies; says nothing about the rest
