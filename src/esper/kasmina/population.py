@@ -93,7 +93,7 @@ class Population:
 
     def __init__(self, config: PopulationConfig | Host, rows: int, *, seed: int = 0, **changes: Any) -> None:
         """`changes` are fields of `PopulationConfig`; a bare host takes its defaults for the others."""
-        config = PopulationConfig(config, **changes) if isinstance(config, Host) else replace(config, **changes)
+        config = replace(config, **changes) if isinstance(config, PopulationConfig) else PopulationConfig(config, **changes)
         if type(rows) is not int or rows < 1:
             raise EsperError(f"a population of {rows} rows is impossible; use a whole number of at least 1")
         self.config, self.rows = config, rows

@@ -11,6 +11,8 @@ from esper.leyline.errors import EsperError
 
 
 class LifecycleOp(IntEnum):
+    """What a controller may do to a slot, once per epoch."""
+
     WAIT = 0
     GERMINATE = 1
     SET_ALPHA_TARGET = 2
@@ -20,6 +22,8 @@ class LifecycleOp(IntEnum):
 
 
 class Head(IntEnum):
+    """The parts of an action."""
+
     OP = 0
     SLOT = 1
     BLUEPRINT = 2

@@ -6,6 +6,8 @@ from enum import IntEnum
 
 
 class SeedStage(IntEnum):
+    """Where a seed is in its life."""
+
     DORMANT = 0
     """The slot is empty."""
     GERMINATED = 1

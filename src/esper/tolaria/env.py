@@ -121,7 +121,7 @@ class MorphogeneticEnv:
 
     def __init__(self, config: EnvConfig | Family, rows: int, data: TaskData | None = None, **changes: Any) -> None:
         """`changes` are fields of `EnvConfig`; a bare family takes its defaults for the others."""
-        config = EnvConfig(config, **changes) if isinstance(config, Family) else replace(config, **changes)
+        config = replace(config, **changes) if isinstance(config, EnvConfig) else EnvConfig(config, **changes)
         family = config.family
         self.config, self.family, self.rows, self.previews = config, family, rows, config.previews
         self.population = Population(config.population, rows)
