@@ -1,20 +1,26 @@
-"""Write docs/results.md, docs/speed.md and README.md's table of results from the committed JSON.
+"""Write docs/results.md, docs/speed.md and README.md's table from the committed JSON, docs/training.md from its dataclasses.
 
     python -m experiments.tables            # write them
     python -m experiments.tables --check    # exit 1 if one of them is not what the JSON gives
 
 Every figure in a table comes from a result file. Figures in the prose below come from measurements that
-have no result file; the page says so where it shows them. Standard library only.
+have no result file; the page says so where it shows them.
 """
 
 import argparse
+import ast
+import inspect
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from esper.leyline.codec import to_dict
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("mlp", "mnist1d", "fashion")
@@ -280,6 +286,32 @@ def results_page() -> str:
 def speed_page() -> str:
     return SPEED.format(population=speed_population(), env=speed_env(), rl=speed_rl(), store=speed_store())
 
+def settings() -> str:
+    """Every key of a --config file, from the dataclasses that read it."""
+    from esper.simic.training import TrainConfig
+
+    lines: list[str] = []
+
+    def walk(value: Any, prefix: str) -> None:
+        tables = [name for name, each in vars(value).items() if is_dataclass(each) and name != "spec"]
+        rows = [[f"`{field.name}`", f"`{json.dumps(to_dict(getattr(value, field.name)))}`", documented(type(value)).get(field.name, "")]
+                for field in fields(value) if field.init and field.name not in (*tables, "spec", "kinds")]
+        title = f"`[{prefix}]`" if prefix else "At the top"
+        lines.extend(["", f"## {title}", "", table(["key", "default", "what it is"], rows)])
+        for name in tables:
+            walk(getattr(value, name), f"{prefix}.{name}".strip("."))
+
+    walk(TrainConfig(), "")
+    return SETTINGS + "\n".join(lines) + "\n"
+
+
+def documented(kind: type) -> dict[str, str]:
+    """field -> the docstring below it."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    pairs = zip(body, body[1:], strict=False)
+    return {field.target.id: " ".join(ast.literal_eval(text.value).split()) for field, text in pairs  # type: ignore[union-attr]
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)}
+
 
 def readme_page(text: str) -> str:
     """The README with a fresh table between its two markers."""
@@ -291,7 +323,7 @@ def readme_page(text: str) -> str:
 
 def pages() -> dict[str, str]:
     """path -> what the committed JSON makes of it."""
-    return {"docs/results.md": results_page(), "docs/speed.md": speed_page(),
+    return {"docs/results.md": results_page(), "docs/speed.md": speed_page(), "docs/training.md": settings(),
             "README.md": readme_page((ROOT / "README.md").read_text())}
 
 
@@ -526,3 +558,24 @@ the cores busy. {store}
 
 if __name__ == "__main__":
     sys.exit(main())
+
+SETTINGS = """\
+# Settings of a run
+
+`esper train --config FILE` reads these keys from TOML; a preset comes first, then the file, then options of the command line. Tables
+may be partial. `env.previews = false` takes no previews. A family of your own is a table:
+
+```toml
+rounds = 40
+
+[env.family]
+name = "mine"
+task = "digits"
+horizons = [8, 12]
+prices = [0.0, 1e-4]
+host = {kind = "mlp", inputs = [64], widths = [16, 16]}
+kinds = [{name = "healthy"}, {name = "few samples", samples = 200, label_noise = 0.3}]
+```
+
+Defaults below are those of `TrainConfig`; `python -m experiments.tables` writes this page.
+"""

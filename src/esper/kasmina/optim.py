@@ -14,6 +14,8 @@ from esper.leyline import EsperError
 
 @dataclass(frozen=True)
 class OptimConfig:
+    """The optimiser that every host and every seed has to itself."""
+
     kind: str = "adamw"
     """"adamw" or "sgd" (with momentum)."""
     lr: float = 1e-2
