@@ -556,9 +556,6 @@ the cores busy. {store}
 """
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
 SETTINGS = """\
 # Settings of a run
 
@@ -579,3 +576,6 @@ kinds = [{name = "healthy"}, {name = "few samples", samples = 200, label_noise =
 
 Defaults below are those of `TrainConfig`; `python -m experiments.tables` writes this page.
 """
+
+if __name__ == "__main__":
+    sys.exit(main())
