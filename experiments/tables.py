@@ -293,7 +293,7 @@ def settings() -> str:
     lines: list[str] = []
 
     def walk(value: Any, prefix: str) -> None:
-        tables = [name for name, each in vars(value).items() if is_dataclass(each) and name != "spec"]
+        tables = [field.name for field in fields(value) if is_dataclass(getattr(value, field.name)) and field.name != "spec"]
         rows = [[f"`{field.name}`", f"`{json.dumps(to_dict(getattr(value, field.name)))}`", documented(type(value)).get(field.name, "")]
                 for field in fields(value) if field.init and field.name not in (*tables, "spec", "kinds")]
         title = f"`[{prefix}]`" if prefix else "At the top"
