@@ -1,6 +1,7 @@
 """Shared set-up: one thread, data in a folder of the session's own, and a device for every test that takes one."""
 
 import os
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,6 +13,13 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.fixture(scope="session", autouse=True)
 def data_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ESPER_DATA"] = str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def _own_ledger(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins with test splits that nobody has opened."""
+    path = tmp_path_factory.mktemp("ledger") / "openings.jsonl"
+    monkeypatch.setattr(import_module("esper.tolaria.openings"), "ledger", lambda: path)
 
 
 @pytest.fixture(params=DEVICES)
