@@ -5,7 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from esper.simic.court import (
+
+from esper.leyline import EsperError
+from esper.simic.proof.claims import (
     BEATEN,
     BETWEEN,
     FEWEST,
@@ -21,8 +23,6 @@ from esper.simic.court import (
     needed,
     pooled,
 )
-
-from esper.leyline import EsperError
 
 CONTROLS = tuple(dict.fromkeys((*BEATEN, *MATCHED, *BETWEEN, *REPORTED)))
 

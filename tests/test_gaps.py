@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from esper.simic.gaps import (
+from rich.console import Console
+
+from esper.leyline import EsperError
+from esper.simic.proof import value_of_information as gaps
+from esper.simic.proof.value_of_information import (
     FIXED,
     HIDDEN,
     LEVELS,
@@ -21,10 +25,6 @@ from esper.simic.gaps import (
     gap,
     knowledge,
 )
-from rich.console import Console
-
-from esper.leyline import EsperError
-from esper.simic import gaps
 
 INITS, CONDITIONS, TYPES = 32, 2, 4
 VALUE = 0.05 * np.eye(5)[1:]  # [type, choice]: choice t + 1 is worth 5 points for type t, the others nothing
@@ -136,7 +136,8 @@ def test_the_search_agrees_with_trying_every_tree() -> None:
     features, utility, visible = rng.normal(size=(90, 2)), gaps._centred(rng.normal(size=(90, 4))), rng.integers(0, 2, 90)
     features[rng.random(90) < 0.3, 0] = np.nan
     columns, cuts, _ = gaps._candidates(features, 10)
-    options = [*map(gaps.Split, columns.tolist(), cuts.tolist()), None]
+    options = [*(gaps.Split(column, cut if np.isfinite(cut) else None)
+                for column, cut in zip(columns.tolist(), cuts.tolist(), strict=True)), None]
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     _, stump, tree = gaps._grow(features, utility, visible, 2)
@@ -155,7 +156,7 @@ def test_the_search_agrees_with_trying_every_tree() -> None:
     assert np.bincount(leaves).min() >= 10
     for leaf, condition in np.ndindex(4, 2):
         inside = (leaves == leaf) & (visible == condition)
-        assert tree.choices[leaf, condition] == utility[inside].sum(0).argmax()
+        assert tree.choices[leaf][condition] == utility[inside].sum(0).argmax()
 
 
 def test_what_is_missing_is_above_every_cut_and_can_itself_tell() -> None:
@@ -168,9 +169,9 @@ def test_what_is_missing_is_above_every_cut_and_can_itself_tell() -> None:
     features = np.stack([np.where(outcomes.hidden >= 2, values, np.nan), np.where(outcomes.hidden % 2, values, np.nan)], 1)
     rule = gaps.decide(dataclasses.replace(outcomes, features=features, feature_names=["late", "odd"])).rule
     assert (rule.decide(features, outcomes.visible) == outcomes.hidden + 1).all()
-    rule = gaps.Rule((gaps.Split(0, 5.0), None, None), np.arange(4)[:, None])
+    rule = gaps.Rule((gaps.Split(0, 5.0), None, None), ((0,), (1,), (2,), (3,)))
     assert rule.decide(np.array([[5.0], [5.1], [np.nan], [-np.inf]]), np.zeros(4, int)).tolist() == [0, 2, 2, 2]
-    assert "present" in gaps.Rule((gaps.Split(0, np.inf), None, None), rule.choices).describe(["told"])
+    assert "present" in gaps.Rule((gaps.Split(0, None), None, None), rule.choices).describe(["told"])
 
 
 def test_what_no_training_init_met_gets_the_coarser_choice() -> None:
