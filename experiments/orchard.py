@@ -6,7 +6,6 @@ Legend: N rows, S slots, K blueprints.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from esper.kasmina import Host, blueprints_for
 from esper.leyline import SCORES, Contribution, SeedStage, View
 from esper.leyline.keys import mix, uniform
-from esper.simic.training import TrainConfig
 from esper.tamiyo import Planned
 from esper.tolaria import Evidence, Family, Kind, MorphogeneticEnv, Scenarios, Scores
 
@@ -38,7 +36,7 @@ WORTH = _table()
 
 
 class Orchard(MorphogeneticEnv):
-    """Nothing trains."""
+    """Nothing trains. Pass it as `make` wherever environments are made."""
 
     def train(self) -> Tensor:
         self.population.life.healthy |= self.population.life.planted
@@ -89,11 +87,3 @@ class Gardener:
         best = (WORTH[kind] - view.price[:, None, None] * self.params).max(2)
         known = (view.clock > 0)[:, None] & (best.values > 0)
         return Planned(torch.where(known, 0, -1), best.indices)(view)
-
-
-@dataclass(frozen=True)
-class OrchardConfig(TrainConfig):
-    """Trains in the orchard instead of on hosts."""
-
-    def environment(self, family: Family, rows: int, previews: bool = True) -> MorphogeneticEnv:
-        return Orchard(family, rows)

@@ -18,7 +18,7 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def _own_ledger(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test begins with test splits that nobody has opened."""
-    path = tmp_path_factory.mktemp("ledger") / "openings.jsonl"
+    path = tmp_path_factory.mktemp("ledger") / "openings.json"
     monkeypatch.setattr(import_module("esper.tolaria.openings"), "ledger", lambda: path)
 
 

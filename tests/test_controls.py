@@ -5,50 +5,66 @@ import functools
 import itertools
 import os
 import time
+from types import SimpleNamespace
+from typing import cast
 
-import numpy as np
 import pytest
 import torch
-from esper.prove_cli import _decides
-from esper.simic.controls import Tuned, about, births, halving, in_processes, shuffled, tune
-from esper.simic.gaps import Rule, Split
-from esper.simic.plans import Plan
-from esper.simic.proving import Mind, ProofConfig, prove
-from esper.simic.sweep import conditions
-from esper.simic.trials import Decision, Delivered, Trials, batches
 from experiments.controls_table import Row, differences, table
+from experiments.orchard import Orchard
 
+from esper.cli.prove import _decides
 from esper.leyline import ActionSpec, EsperError, SeedStage
+from esper.leyline.codec import to_dict
+from esper.simic.proof.baselines import Tuned, births, family_digest, halving, shuffled, tune
+from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.plans import Plan
+from esper.simic.proof.processes import in_processes
+from esper.simic.proof.proving import Contestant, ProofConfig, prove
+from esper.simic.proof.sweep import conditions
+from esper.simic.proof.value_of_information import Rule, Split
 from esper.tamiyo import Controller, Planned, Random, TriggerConfig, Triggered, Wait
-from esper.tolaria import PreviewConfig
+from esper.tolaria import Decision, EnvConfig, Episodes, MorphogeneticEnv, PreviewConfig, batches
 from tests.workshop import toy_data, toy_family
 
 FAMILY = toy_family(horizons=(10, 12), prices=(0.0, 1e-4))
 TUNED = Tuned(
-    "toy", about(FAMILY), {},
+    "toy", family_digest(FAMILY), {},
     {"periodic": TriggerConfig("periodic", 3, "low_rank", 2), "converged": TriggerConfig("converged", 0.2, "glu"),
      "gap": TriggerConfig("gap", 0.0, "mlp_small", backwards=True)},
     Plan(("low_rank", None)), [Plan(("low_rank", None)), Plan((None, "glu")), Plan((None, None)), Plan(("norm", "norm"), 1)],
     [[Plan(("glu", None)), Plan((None, "norm")), Plan((None, "low_rank")), Plan((None, None)), Plan(("mlp_heavy", "norm"))]] * 4,
-    Rule((Split(0, 2.0), None, None), np.array([[0] * 4, [0] * 4, [1] * 4, [1] * 4])),
+    Rule((Split(0, 2.0), None, None), ((0,) * 4, (0,) * 4, (1,) * 4, (1,) * 4)),
     [Plan(("norm", None), 2), Plan(("glu", "norm"), 2)], 2)
-N = 40
+N = 24
+CONFIG = EnvConfig(FAMILY, previews=PreviewConfig(4, 2))
+
+
+def on_toy_data(config: EnvConfig, rows: int) -> MorphogeneticEnv:
+    return MorphogeneticEnv(config, rows, toy_data(inputs=config.family.host.inputs))
 
 
 @pytest.fixture(scope="module")
-def trials() -> Trials:
-    return Trials(FAMILY, PreviewConfig(4, 2), data=toy_data(inputs=FAMILY.host.inputs))
+def evaluator() -> Evaluator:
+    return Evaluator(CONFIG, make=on_toy_data)
+
+
+def somebody() -> Planned:
+    """Stands for a controller: seeds of all kinds here and there, early enough to be kept."""
+    draw = torch.Generator().manual_seed(0)
+    blueprints = len(CONFIG.spec.blueprints)
+    return Planned(torch.randint(-2, 4, (N, 2), generator=draw), torch.randint(1, blueprints, (N, 2), generator=draw))
 
 
 @pytest.fixture(scope="module")
-def rows(trials: Trials) -> dict[str, Row]:
-    return table(trials, TUNED, FAMILY.scenarios(N), Random(seed=3))
+def rows(evaluator: Evaluator) -> dict[str, Row]:
+    return table(evaluator, TUNED, FAMILY.scenarios(N), somebody())
 
 
 def test_every_control_keeps_its_promise(rows: dict[str, Row]) -> None:
     broken = {name: (row.statistic, row.value) for name, row in rows.items() if not row.kept and name != "heuristic"}
     assert broken == {}, "what a heuristic grows pays on data that can be learned, not on made-up clusters"
-    still = {name for name, row in rows.items() if not row.delivered.decisions}
+    still = {name for name, row in rows.items() if not row.delivered.decisions()}
     assert still == {"no growth", "wider host", "from scratch, equal epochs", "from scratch, equal FLOPs"}
 
 
@@ -58,24 +74,24 @@ def test_no_two_controls_are_the_same(rows: dict[str, Row]) -> None:
     assert {pair: share for pair, share in apart.items() if share == 0} == {}
 
 
-def test_a_trigger_that_cannot_fire_never_grows(trials: Trials) -> None:
+def test_a_trigger_that_cannot_fire_never_grows(evaluator: Evaluator) -> None:
     drawn = FAMILY.scenarios(N)
     for config in (TriggerConfig("converged", -9, "glu"), TriggerConfig("gap", -99, "glu")):
-        assert trials.play(Triggered(config), drawn).decisions == []
+        assert evaluator.play(Triggered(config), drawn).decisions() == []
 
 
-def test_triggers_fill_slots_from_either_end_up_to_their_most(trials: Trials) -> None:
+def test_triggers_fill_slots_from_either_end_up_to_their_most(evaluator: Evaluator) -> None:
     drawn = FAMILY.scenarios(N)
     for most, backwards, slots in ((1, False, {0}), (1, True, {1}), (2, False, {0, 1})):
-        done = trials.play(Triggered(TriggerConfig("periodic", 2, "norm", most, backwards)), drawn)
-        born = [d for d in done.decisions if d.op == "GERMINATE"]
+        done = evaluator.play(Triggered(TriggerConfig("periodic", 2, "norm", most, backwards)), drawn)
+        born = [d for d in done.decisions() if d.op == "GERMINATE"]
         assert {d.slot for d in born} == slots
         assert len(born) == most * N
     mixed = Triggered(*(TriggerConfig("periodic", 2, "norm" if row % 2 else "glu") for row in range(N)))
-    born = [d for d in trials.play(mixed, drawn).decisions if d.op == "GERMINATE"]
+    born = [d for d in evaluator.play(mixed, drawn).decisions() if d.op == "GERMINATE"]
     assert all((d.blueprint == "norm") == bool(d.scenario % 2) for d in born)
     with pytest.raises(EsperError, match="one to each"):
-        trials.play(Triggered(*mixed.configs[:3]), drawn)
+        evaluator.play(Triggered(*mixed.configs[:3]), drawn)
 
 
 @pytest.mark.parametrize("fields", [("sometimes", 1, "glu"), ("periodic", 0, "glu"), ("gap", 0.1, "glu", 0)])
@@ -84,11 +100,11 @@ def test_impossible_triggers_are_refused(fields: tuple) -> None:
         TriggerConfig(*fields)
 
 
-def test_shuffling_keeps_counts_and_moves_the_rest(trials: Trials) -> None:
+def test_shuffling_keeps_counts_and_moves_the_rest(evaluator: Evaluator) -> None:
     """As many seeds in every row; times, slots and blueprints come from the same pool, in another order each."""
     drawn = FAMILY.scenarios(N)
-    learned = trials.play(Random(seed=3), drawn)
-    plan, own = shuffled(learned, FAMILY, drawn, trials.settled), births(learned)
+    learned = evaluator.play(somebody(), drawn)
+    plan, own = shuffled(learned, FAMILY, drawn, evaluator.min_epochs_to_keep), births(learned)
     kept = (learned.blueprint >= 0).sum(1)
     assert torch.equal((plan.birth >= 0).sum(1), kept)
     assert int(kept.sum()) > 10
@@ -99,85 +115,84 @@ def test_shuffling_keeps_counts_and_moves_the_rest(trials: Trials) -> None:
     times[own[:, 0], own[:, 2]] = own[:, 1]
     shared = (times >= 0) & (plan.birth >= 0)
     assert bool((times != plan.birth)[shared].any()), "at other times"
-    other = shuffled(learned, FAMILY, drawn, trials.settled, seed=1)
+    other = shuffled(learned, FAMILY, drawn, evaluator.min_epochs_to_keep, seed=1)
     assert not torch.equal(other.birth, plan.birth)
-    played = trials.play(plan, drawn)
+    played = evaluator.play(plan, drawn)
     assert torch.equal((played.blueprint >= 0).sum(1), kept), "and all of them are kept in the end"
 
 
-def test_seeds_due_at_the_last_moment_are_not_kept_waiting(trials: Trials) -> None:
+def test_seeds_due_at_the_last_moment_are_not_kept_waiting(evaluator: Evaluator) -> None:
     """One seed could be fossilized in the very epoch in which the other must be born."""
     drawn = FAMILY.scenarios(N)
-    latest = drawn.horizon - trials.settled
+    latest = drawn.horizon - evaluator.min_epochs_to_keep
     for earlier in range(1, 7):
         birth = torch.stack([(latest - earlier).clamp(min=0), latest], 1)
-        done = trials.play(Planned(birth, torch.full_like(birth, 1)), drawn)
+        done = evaluator.play(Planned(birth, torch.full_like(birth, 1)), drawn)
         assert bool((done.blueprint == 1).all()), earlier
 
 
 def test_only_the_last_birth_of_a_fossil_counts() -> None:
     life = [Decision(0, 0, "GERMINATE", 0, "norm"), Decision(0, 2, "PRUNE", 0, None), Decision(0, 4, "GERMINATE", 0, "glu"),
             Decision(0, 1, "GERMINATE", 1, "norm"), Decision(0, 9, "FOSSILIZE", 0, None)]
-    nothing = torch.zeros(1)
-    done = Delivered(nothing, nothing, nothing, nothing, torch.tensor([[3, -1]]), nothing, life)
-    assert births(done).tolist() == [[0, 4, 0, 3]]
+    done = SimpleNamespace(blueprint=torch.tensor([[3, -1]]), decisions=lambda: life)
+    assert births(cast(Episodes, done)).tolist() == [[0, 4, 0, 3]]
 
 
 def test_scores_come_from_the_samples_that_were_held_out() -> None:
     """Labels that are all wrong make every score another one; the validation slice is not what is scored."""
     data, drawn = toy_data(inputs=FAMILY.host.inputs), FAMILY.scenarios(N)
     right, wrong = ((data.validation_x, label) for label in (data.validation_y, (data.validation_y + 5) % 10))
-    scores = [Trials(FAMILY, held=held, data=data).play(Wait(), drawn).score for held in (right, wrong)]
+    scores = [Evaluator(FAMILY, held, on_toy_data).play(Wait(), drawn).delivered.score for held in (right, wrong)]
     assert float(scores[0].mean()) > 0.5
     assert float(scores[1].mean()) < 0.1
 
 
-def test_flops_have_a_price(trials: Trials) -> None:
+def test_flops_have_a_price(evaluator: Evaluator) -> None:
     dear = dataclasses.replace(FAMILY, flop_prices=(0.1,))
-    arms = Trials(dear, PreviewConfig(4, 2), data=toy_data(inputs=FAMILY.host.inputs))
+    arms = Evaluator(dataclasses.replace(CONFIG, family=dear), make=on_toy_data)
     drawn = dear.scenarios(N)
     done, bare = arms.play(Random(seed=3), drawn), arms.play(Wait(), drawn)
-    torch.testing.assert_close(done.utility, done.score - drawn.price * done.params - 0.1 * (done.flops - 1))
-    assert torch.equal(bare.utility, bare.score)
+    torch.testing.assert_close(done.utility(), done.delivered.score - drawn.price * done.params - 0.1 * done.spent)
+    assert torch.equal(bare.utility(), bare.delivered.score)
     looked = arms.play(Wait(), drawn, previews=True)
-    assert bool((looked.utility < bare.utility).all()), "looking at candidates is paid for"
+    assert bool((looked.utility() < bare.utility()).all()), "looking at candidates is paid for"
 
 
-def test_equal_flops_are_equal_flops(trials: Trials) -> None:
+def test_equal_flops_are_equal_flops(evaluator: Evaluator) -> None:
     drawn = FAMILY.scenarios(N)
-    grown = trials.play(Random(seed=3), drawn, previews=True)
-    again = trials.equal_flops(grown, drawn)
+    grown = evaluator.play(Random(seed=3), drawn, previews=True)
+    again = evaluator.equal_flops(grown, drawn)
     assert torch.equal(again.blueprint, grown.blueprint)
-    assert float((again.flops - grown.flops).abs().max()) <= float(((1 + grown.weight) / drawn.horizon).max()) / 2 + 1e-5
-    assert bool((again.flops > 1.05 * trials.from_scratch(grown.blueprint, drawn).flops).any())
+    assert float((again.spent - grown.spent).abs().max()) <= float(((1 + grown.flops) / drawn.horizon).max()) / 2 + 1e-5
+    assert bool((1 + again.spent > 1.05 * (1 + evaluator.from_scratch(grown.blueprint, drawn).spent)).any())
 
 
-def test_topologies_from_scratch_start_untrained_and_cost_what_they_should(trials: Trials) -> None:
+def test_topologies_from_scratch_start_untrained_and_cost_what_they_should(evaluator: Evaluator) -> None:
     drawn = FAMILY.scenarios(N)
     topology = torch.tensor([[1, -1], [3, 2]] * (N // 2))
-    env = trials.environment(N)
+    env = evaluator.environment(N)
     env.reset(drawn)
     env.install(topology)
     assert torch.equal(env.population.life.at(SeedStage.FOSSILIZED), topology >= 0)
-    bare, same = trials.play(Wait(), drawn), trials.from_scratch(topology, drawn)
+    bare, same = evaluator.play(Wait(), drawn), evaluator.from_scratch(topology, drawn)
     assert torch.equal(same.blueprint, topology)
-    torch.testing.assert_close(same.flops, 1 + same.weight, atol=1e-5, rtol=0)
-    assert bool((same.score != bare.score).any())
-    half = trials.from_scratch(topology, drawn, drawn.horizon // 2)
-    torch.testing.assert_close(half.flops, (1 + half.weight) / 2, atol=1e-5, rtol=0)
-    torch.testing.assert_close(same.score - drawn.price * same.params, same.utility)
+    torch.testing.assert_close(same.spent, same.flops, atol=1e-5, rtol=0)
+    assert bool((same.delivered.score != bare.delivered.score).any())
+    half = evaluator.from_scratch(topology, drawn, drawn.horizon // 2)
+    torch.testing.assert_close(1 + half.spent, (1 + half.flops) / 2, atol=1e-5, rtol=0)
+    torch.testing.assert_close(same.delivered.score - drawn.price * same.params, same.utility())
 
 
-def test_wider_hosts_are_as_narrow_as_may_be_and_cost_what_was_grown(trials: Trials) -> None:
+def test_wider_hosts_are_as_narrow_as_may_be_and_cost_what_was_grown(evaluator: Evaluator) -> None:
     drawn, needed = FAMILY.scenarios(N), torch.tensor([0, 1, 300, 900] * (N // 4))
-    wide, bare = trials.wider(needed, drawn), trials.play(Wait(), drawn)
+    wide, bare = evaluator.wider(needed, drawn), evaluator.play(Wait(), drawn)
     assert torch.equal(wide.params, needed)
-    torch.testing.assert_close(wide.utility, wide.score - drawn.price * needed)
-    assert torch.equal(wide.score[needed == 0], bare.score[needed == 0])
-    flops = [wide.flops[needed == asked].unique() for asked in (0, 1, 300, 900)]
+    torch.testing.assert_close(wide.utility(), wide.delivered.score - drawn.price * needed)
+    assert torch.equal(wide.delivered.score[needed == 0], bare.delivered.score[needed == 0])
+    flops = [(1 + wide.spent)[needed == asked].unique() for asked in (0, 1, 300, 900)]
     assert all(len(each) == 1 for each in flops)
     assert 1 == float(flops[0]) < float(flops[1]) <= float(flops[2]) < float(flops[3])
-    assert bool(trials.wider(torch.full((N,), 10**7), drawn).utility.isnan().all()), "no host is that wide"
+    assert bool(evaluator.wider(torch.full((N,), 10**7), drawn).utility().isnan().all()), "no host is that wide"
 
 
 def test_halving_finds_the_best_and_spends_its_budget() -> None:
@@ -227,14 +242,15 @@ def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
 
 
 def test_several_processes_find_the_same() -> None:
+    """Controls as they are tuned, and a rehearsal of a chance policy and a controller that knows nothing."""
     family = dataclasses.replace(toy_family(horizons=(8,), prices=(0.0,)), kinds=FAMILY.kinds[:1])
-    one, two = (tune(family, 8, 64, 0, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
-    assert (one.episodes, one.triggers, one.fixed, one.visible) == (two.episodes, two.triggers, two.fixed, two.visible)
-    assert (one.oracle, one.choices, one.rule.splits) == (two.oracle, two.choices, two.rule.splits)
-    controller = Controller.fresh(Trials(family, data=toy_data(inputs=family.host.inputs)).environment(1).spec)
-    minds = [Mind("a", functools.partial(_random, 1), 8), Mind("b", functools.partial(_decides, controller, "cpu"), 8)]
-    config = ProofConfig(scenarios=32, pilot=4, rehearsal=True)
-    alone, together = (prove(family, minds, one, config, jobs=jobs, data=toy_data(inputs=family.host.inputs)) for jobs in (1, 2))
+    one, two = (tune(Evaluator(family, make=Orchard), 8, 256, 0, jobs=jobs) for jobs in (1, 2))
+    assert to_dict(one) == to_dict(two)
+    controller = Controller.fresh(EnvConfig(family).spec)
+    contestants = [Contestant("a", functools.partial(_random, 1), 8),
+                   Contestant("b", functools.partial(_decides, controller, "cpu"), 8)]
+    config = ProofConfig(scenarios=8, pilot=2, rehearsal=True)
+    alone, together = (prove(EnvConfig(family), contestants, one, config, jobs=jobs, make=on_toy_data) for jobs in (1, 2))
     assert str(alone) == str(together)
 
 
@@ -248,9 +264,9 @@ def test_batches_hold_every_episode_once_and_short_ones_first() -> None:
 
 def test_a_process_that_fails_or_dies_is_a_sentence() -> None:
     with pytest.raises(EsperError, match="an action spec"):
-        in_processes(2, {"one": functools.partial(_fails, "an action spec"), "two": _sleeps}, lambda done: None)
+        list(in_processes(2, {"one": functools.partial(_fails, "an action spec"), "two": _sleeps}))
     with pytest.raises(EsperError, match="one of 2 processes ended early"):
-        in_processes(2, {"one": functools.partial(os._exit, 1), "two": _sleeps}, lambda done: None)
+        list(in_processes(2, {"one": functools.partial(os._exit, 1), "two": _sleeps}))
 
 
 def _fails(message: str) -> None:
