@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 import torch
+from experiments import orchard
 from experiments.controls_table import Row, differences, table
-from experiments.orchard import Orchard
 
 from esper.cli.prove import _decides
 from esper.leyline import ActionSpec, EsperError, SeedStage
@@ -243,8 +243,9 @@ def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
 
 def test_several_processes_find_the_same() -> None:
     """Controls as they are tuned, and a rehearsal of a chance policy and a controller that knows nothing."""
-    family = dataclasses.replace(toy_family(horizons=(8,), prices=(0.0,)), kinds=FAMILY.kinds[:1])
-    one, two = (tune(Evaluator(family, make=Orchard), 8, 256, 0, jobs=jobs) for jobs in (1, 2))
+    family = dataclasses.replace(orchard.FAMILY, kinds=FAMILY.kinds[:1], horizons=(8,), prices=(0.0,))
+    known = Tuned(family.name, family_digest(family), {"periodic": 8, "converged": 8}, dict(list(TUNED.triggers.items())[:2]))
+    one, two = (tune(Evaluator(family, make=orchard.Orchard), 8, 256, 0, jobs=jobs, known=known) for jobs in (1, 2))
     assert to_dict(one) == to_dict(two)
     controller = Controller.fresh(EnvConfig(family).spec)
     contestants = [Contestant("a", functools.partial(_random, 1), 8),
