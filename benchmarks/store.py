@@ -38,7 +38,7 @@ def columns(rows: int, round: int, epoch: int) -> dict[str, object]:
     return {"round": round, "epoch": epoch, "row": torch.arange(rows), "scenario": torch.randint(2**60, (rows,)), "op": ops,
             "slot": [None if op == "WAIT" else 1 for op in ops],
             "blueprint": ["low_rank" if op == "GERMINATE" else None for op in ops], "reward": sum(reward.values()), **reward,
-            "score": torch.rand(rows), "twin": torch.rand(rows), "loss": torch.rand(rows), "accuracy": torch.rand(rows),
+            "score": torch.rand(rows), "twin": torch.rand(rows), "loss": torch.rand(rows), "smooth": torch.rand(rows),
             "train_loss": torch.rand(rows), "params": torch.randint(2000, (rows,)), "spent": torch.rand(rows),
             "rolled_back": none > 0, "done": none > 0}
 
