@@ -41,7 +41,8 @@ def test_a_host_is_led_by_the_member_that_knows_its_seeds(mind: list[Controller]
         assert member_for(ActionSpec.decisive(5, ("noop", "my own", blueprints)), members) is members[number]
     policy = Learned.load("two", ActionSpec.decisive(5, ("noop", "glu", "my own")))
     assert torch.equal(policy.controller.network.trunk_op, mind[1].network.trunk_op)
-    with pytest.raises(EsperError, match="conv, glu, low_rank, norm; of these this host offers 0, and 1 others: train"):
+    told = "conv, glu, low_rank, norm; of these this host offers 0, and 1 others: train"
+    with pytest.raises(EsperError, match=told):
         member_for(ActionSpec.decisive(3, ("noop", "my own")), members)
     with pytest.raises(EsperError, match="glu, low_rank, norm; of these this host offers 1, and 3 others: train"):
         member_for(ActionSpec.decisive(3, ("noop", "norm", "a", "b", "c")), members[1:])  # norm is everywhere
