@@ -78,7 +78,3 @@ def _run(verb: str | None, words: Sequence[str]) -> int:
 def _printable(text: str) -> str:
     """Names come from anywhere; escape codes in them must not reach a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

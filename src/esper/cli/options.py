@@ -50,7 +50,8 @@ class Train:
 class Prove:
     """Put trained controllers before the court: tune, play all arms, judge, report.
 
-    Exit code 0: the claims hold, or it was a rehearsal. 1: they fail or are refused.
+    Exit code 0: the claims hold, or it was a rehearsal. 1: they do not.
+
     Example: esper prove --minds runs/first runs/second runs/third --out proof
     """
 
