@@ -24,6 +24,12 @@ def batch(population: Population, size: int, generator: torch.Generator) -> tupl
     return x.to(population.device, population.dtype), y.to(population.device)
 
 
+def wait(population: Population) -> Population:
+    """The same population in an epoch in which nobody acts."""
+    population.begin_epoch(torch.tensor([population.spec.action("WAIT")]).repeat(population.rows, 1))
+    return population
+
+
 def known_contributions(population: Population) -> Contribution:
     alpha = population.life.alpha
     return Contribution(torch.zeros_like(alpha), torch.zeros_like(alpha), torch.ones_like(alpha, dtype=torch.bool))
@@ -58,7 +64,7 @@ class PlainHost:
                 self.born[slot] = birth
                 self.optims[slot] = self._optim(list(self.seeds[slot].parameters()) or [nn.Parameter(torch.zeros(1))])
             if slot in self.seeds:
-                self.seeds[slot].alpha = float(life.alpha[self.row, slot])
+                self.seeds[slot].alpha.fill_(float(life.alpha[self.row, slot]))
 
     def logits(self, x: Tensor, probe: int | None = None, ghosts: bool = False) -> Tensor:
         life = self.population.life

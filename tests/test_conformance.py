@@ -7,11 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina import BLUEPRINTS, HOSTS, Host, Population, blueprints_for, find_blueprint, register_blueprint
+from esper.kasmina import (
+    BLUEPRINTS,
+    HOSTS,
+    Host,
+    Population,
+    blueprints_for,
+    find_blueprint,
+    register_blueprint,
+)
 from esper.kasmina.blending import Graft
 from esper.kasmina.lift import _conv_as_matmul
 from esper.leyline import EsperError, SlotShape, Style
-from tests.reference import small_hosts
+from tests.reference import small_hosts, wait
 
 
 class Squash(nn.Module):
@@ -201,6 +209,7 @@ def test_user_modules_of_many_kinds_equal_themselves(build: object, device: str)
         number = population.spec.blueprints.index("theirs")
         population.install(torch.arange(4), torch.full((4, 1), number), torch.zeros(4, 1), torch.ones(4, 1))
         x, y = torch.randn(4, 4, 2, 16, dtype=torch.float64, device=device), torch.randint(10, (4, 4), device=device)
+        wait(population)
         for _ in range(4):
             population.train_step(x, y)
         logits = population.forward(x)
@@ -246,6 +255,7 @@ def test_stages_that_keep_their_extent_are_stages_like_any_other() -> None:
     blueprint = torch.tensor([[1, 2, 3, 4]] * 3)
     population.install(torch.arange(3), blueprint, torch.zeros_like(blueprint), torch.full(blueprint.shape, 0.5))
     x, y = torch.randn(5, 3, 1, 40, dtype=torch.float64), torch.randint(10, (5, 3))
+    wait(population)
     for _ in range(3):
         population.train_step(x, y)
     logits = population.forward(x)

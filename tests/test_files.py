@@ -14,7 +14,15 @@ from experiments.corruptions import AGENT_HEADERS, CONFIGS, READERS, corruptions
 from esper.kasmina import Host
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, StateFormatError
 from esper.leyline.codec import from_dict, override, to_dict
-from esper.leyline.storage import atomic_write, decoding, locked, read_json, read_state, write_json, write_state
+from esper.leyline.storage import (
+    atomic_write,
+    decoding,
+    locked,
+    read_json,
+    read_state,
+    write_json,
+    write_state,
+)
 from esper.simic.training import TrainConfig
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
 

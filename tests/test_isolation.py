@@ -6,7 +6,7 @@ import torch
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
 from esper.kasmina.objectives import Classification
 from esper.leyline import Head, LifecycleOp, SeedStage, Style
-from tests.reference import batch, known_contributions, small_hosts
+from tests.reference import batch, known_contributions, small_hosts, wait
 
 
 @pytest.mark.parametrize("style", Style)
@@ -20,7 +20,7 @@ def test_upstream_gradients_equal_plain_autograd(kind: str, style: Style) -> Non
     for bank in population.banks[1:]:
         bank.weights += 0.1 * torch.randn(bank.weights.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x, y = batch(population, 6, torch.Generator().manual_seed(1))
-    population.train_step(x, y)
+    wait(population).train_step(x, y)
     stepper = population._stepper
     grad = stepper.pack.gradient(Classification().losses(stepper.main(x), y).sum())
     weights, _ = population.host.layout.split(stepper.pack.views(grad)[0])
@@ -136,8 +136,8 @@ def test_a_fade_ends_with_clean_rows() -> None:
     population = Population(Host("mlp", **small_hosts()["mlp"]), 2)
     population.install(torch.arange(2), torch.full((2, 3), 3), torch.zeros(2, 3), torch.ones(2, 3))
     fade = torch.tensor([population.spec.action(LifecycleOp.PRUNE, slot=1, alpha_speed=3)] * 2)
-    wait = torch.tensor([population.spec.action(LifecycleOp.WAIT)] * 2)
-    for actions in (fade, wait, wait):
+    waiting = torch.tensor([population.spec.action(LifecycleOp.WAIT)] * 2)
+    for actions in (fade, waiting, waiting):
         population.begin_epoch(actions)
         population.train_step(*batch(population, 4, torch.Generator().manual_seed(0)))
         assert bool((population.banks[2].weights != 0).any())

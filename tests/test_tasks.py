@@ -28,7 +28,17 @@ from esper.cli.options import TasksAddData, TasksList
 from esper.cli.tasks import run
 from esper.leyline import EsperError
 from esper.tolaria import files, tasks
-from esper.tolaria.tasks import TASKS, Files, ProofKey, TaskData, add_data, load_task, open_test, present, where
+from esper.tolaria.tasks import (
+    TASKS,
+    Files,
+    ProofKey,
+    TaskData,
+    add_data,
+    load_task,
+    open_test,
+    present,
+    where,
+)
 
 KEY = ProofKey("tests")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")

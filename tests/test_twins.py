@@ -12,7 +12,7 @@ from esper.kasmina import BLUEPRINTS, HOSTS, INCUBATION, Host, OptimConfig, Popu
 from esper.kasmina.blueprints import Blueprint, SeedKind
 from esper.kasmina.packing import MULTIPLE
 from esper.leyline import LifecycleOp, SeedStage, SlotShape, Style, Transition
-from tests.reference import PlainHost, batch, known_contributions, small_hosts
+from tests.reference import PlainHost, batch, known_contributions, small_hosts, wait
 from tests.workshop import random_actions
 
 ROWS = 24
@@ -186,7 +186,7 @@ def test_preview_of_an_incubating_seed(kind: str) -> None:
     alpha[0, slot] = 0.7
     net = population.extract(row)
     net.grafts[slot] = population.graft(row, slot)
-    net.grafts[slot].alpha = 0.7
+    net.grafts[slot].alpha.fill_(0.7)
     preview = population.forward(x[:, [row]], torch.tensor([row]), alpha)
     torch.testing.assert_close(preview[:, 0], net(x[:, row]).detach(), rtol=0, atol=1e-7)
     assert not torch.equal(preview[:, 0], population.forward(x)[:, row])
@@ -213,7 +213,7 @@ def test_bfloat16_stays_near(kind: str, device: str) -> None:
     x, y = batch(population, 6, torch.Generator().manual_seed(1))
     exact, near = population.forward(x), rough.forward(x).double()
     assert 0 < float((near - exact).norm() / exact.norm()) < 2e-2
-    torch.testing.assert_close(rough.train_step(x, y).double(), population.train_step(x, y), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(wait(rough).train_step(x, y).double(), wait(population).train_step(x, y), rtol=2e-2, atol=2e-2)
 
 
 def planted(blueprints: tuple[str, ...], styles: torch.Tensor, alpha: float, dtype: torch.dtype, kind: str = "mlp") -> Population:
@@ -228,6 +228,7 @@ def planted(blueprints: tuple[str, ...], styles: torch.Tensor, alpha: float, dty
 def trained(population: Population, plain: Sequence[PlainHost] = ()) -> Population:
     """A few steps, for newborn seeds compute nothing; beside plain modules, if there are any."""
     generator = torch.Generator().manual_seed(0)
+    wait(population)
     for host in plain:
         host.follow()
     for _ in range(5):
