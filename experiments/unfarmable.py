@@ -6,12 +6,11 @@ Every sequence is one episode; the best return found must not be positive.
 """
 
 import torch
-from esper.simic.growth import Growth
 from torch import Tensor
 
 from esper.kasmina import Host
 from esper.leyline import ActionSpec, Head, LifecycleOp, View
-from esper.simic.rewards import REWARDS
+from esper.simic import REWARDS, RewardWorld
 from esper.tamiyo import Random
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, TaskData, Twins
 from experiments.shared import parser, write
@@ -57,16 +56,14 @@ def search(reward: str, rows: int, rounds: int) -> float:
     """The best return of rows x rounds sequences: the first half at random, the second around the best so far."""
     spec = ActionSpec.full(2, NULL)
     env, beside = (MorphogeneticEnv(FAMILY, rows, spec=spec, data=data()) for _ in range(2))
-    made = Growth(env, Twins(beside), reward)
+    made = RewardWorld(env, Twins(beside), reward)
     best, plan = -float("inf"), None
     for number in range(rounds):
         climbing = number >= rounds // 2
         explored = Explored(number, plan if climbing else None, changed=0.2)
-        made.begin(FAMILY.scenarios(rows))
-        for _ in range(HORIZON):
-            made.step(explored(made.env.view()))
+        returns = made.play(explored, FAMILY.scenarios(rows)).returns
         acted = (torch.stack(explored.taken)[..., Head.OP] != LifecycleOp.WAIT).any(0)
-        total = torch.where(acted, made.total, -torch.inf)
+        total = torch.where(acted, returns, -torch.inf)
         if float(total.max()) > best:
             best, plan = float(total.max()), torch.stack(explored.taken)[:, int(total.argmax())]
     return best

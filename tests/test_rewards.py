@@ -6,9 +6,10 @@ from experiments.unfarmable import search
 
 from esper.kasmina import Host, blueprints_for
 from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
-from esper.simic import Collector, Growth, PPOAgent, PPOConfig
+from esper.simic import PPOAgent, PPOConfig, RewardWorld
 from esper.simic.rewards import REWARDS, Ledger
-from esper.tamiyo import Controller, Random, Scripted, Wait, entry
+from esper.simic.world import PRIVILEGED
+from esper.tamiyo import Controller, NetworkConfig, Random, Scripted, Wait, entry
 from esper.tolaria import MorphogeneticEnv, PreviewConfig, Twins
 from tests.workshop import toy_env, toy_family
 
@@ -17,18 +18,15 @@ SPEC = ActionSpec.full(2, blueprints_for("mlp"))
 WAIT, GERMINATE, RETARGET, PRUNE, KEEP, ADVANCE = LifecycleOp
 
 
-def world(rows: int, reward: str, horizon: int = 8, prices: tuple[float, ...] = (1e-4,), **options: object) -> Growth:
+def world(rows: int, reward: str = "utility", horizon: int = 8, prices: tuple[float, ...] = (1e-4,), score: str = "delivered",
+          **options: object) -> RewardWorld:
     family = toy_family(HOST, horizons=(horizon,), prices=prices, flop_prices=(0.01,))
-    made = Growth(toy_env(rows, family, **options), Twins(toy_env(rows, family)), reward)
-    made.begin(family.scenarios(rows))
-    return made
+    return RewardWorld(toy_env(rows, family, **options), Twins(toy_env(rows, family)), reward, score)
 
 
-def returns(made: Growth, policy: object, steps: int = 0) -> torch.Tensor:
+def returns(made: RewardWorld, policy: object, start: int = 0) -> torch.Tensor:
     """[N] of one round."""
-    for _ in range(steps or made.steps):
-        made.step(policy(made.env.view()))  # type: ignore[operator]
-    return made.total
+    return made.play(policy, made.env.family.scenarios(made.env.rows, start=start)).returns
 
 
 def null_script(moves: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -65,15 +63,13 @@ def test_waiting_earns_exactly_nothing(reward: str) -> None:
     assert bool((returns(made, Wait()) == 0).all())
 
 
-@pytest.mark.parametrize(("score", "counts"), [("probability", "probability"), ("accuracy", "accuracy"),
-                                               ("delivered", "accuracy")])
+@pytest.mark.parametrize(("score", "counts"), [("smooth", "smooth"), ("score", "score"), ("delivered", "score")])
 def test_utility_telescopes_to_the_utility_of_what_is_delivered(score: str, counts: str) -> None:
     """The return, computed again from the network that is left: its score above its twin's, less its price and compute."""
+    made = world(32, horizon=10, score=score)
     for seed in range(3):
-        made = world(32, "utility", horizon=10)
-        made.score = score
         total = returns(made, Random(seed))
-        env, twins = made.env, made.twins(made.env.scenarios)[:, -1, ("loss", "accuracy", "probability").index(counts)]
+        env, twins = made.env, made.twins(made.env.scenarios)[:, -1, ("loss", "score", "smooth").index(counts)]
         assert env.measured is not None
         fossils = (env.population.costs()[0] * env.population.life.at(SeedStage.FOSSILIZED)).sum(1)
         grown = env.population.life.germinations.sum(1) > 0
@@ -87,20 +83,19 @@ def test_utility_telescopes_to_the_utility_of_what_is_delivered(score: str, coun
 def test_terminal_pays_the_same_at_once() -> None:
     paid = {}
     for reward in ("utility", "terminal"):
-        made, policy = world(16, reward), Random(4)
-        early = returns(made, policy, made.steps - 1).clone()
-        paid[reward] = (early, returns(made, policy, 1))
+        made = world(16, reward)
+        played = made.play(Random(4), made.env.family.scenarios(16))
+        paid[reward] = (played.reward[:-1].sum(0), played.returns)
     assert bool((paid["terminal"][0] == 0).all())
     torch.testing.assert_close(paid["terminal"][1], paid["utility"][1], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("score", ["probability", "delivered"])
+@pytest.mark.parametrize("score", ["smooth", "delivered"])
 @pytest.mark.parametrize("reward", ["utility", "contribution", "shaped"])
 def test_holding_for_ever_earns_less_than_committing(reward: str, score: str) -> None:
     """Two equal lives of a seed that helps; one is kept at last, the other is not."""
     life = [entry(SPEC, 0, GERMINATE, slot=0, blueprint="mlp_heavy", tempo=3), entry(SPEC, 1, ADVANCE, slot=0)]
-    made = world(16, reward, horizon=12, prices=(0.0,))
-    made.score = score
+    made = world(16, reward, horizon=12, prices=(0.0,), score=score)
     earned = returns(made, Scripted([life] * 8 + [[*life, entry(SPEC, 2, KEEP, slot=0)]] * 8))
     assert bool(made.env.population.life.at(SeedStage.FOSSILIZED)[8:, 0].all())
     assert float(earned[8:].mean()) > float(earned[:8].mean())
@@ -111,9 +106,9 @@ def test_holding_for_ever_earns_less_than_committing(reward: str, score: str) ->
 def test_shaping_changes_no_return() -> None:
     totals = [returns(world(24, reward), Random(2)) for reward in ("contribution", "shaped")]
     torch.testing.assert_close(*totals, atol=1e-6, rtol=0)
-    paid = world(24, "shaped")
-    first = paid.step(Random(2)(paid.env.view()))
-    assert bool((first.reward > 0).any()), "a life that moves on is paid for it, and pays it back"
+    made = world(24, "shaped")
+    played = made.play(Random(2), made.env.family.scenarios(24))
+    assert bool((played.reward[0] > 0).any()), "a life that moves on is paid for it, and pays it back"
 
 
 def bounds(env: MorphogeneticEnv) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,44 +129,89 @@ def bounds(env: MorphogeneticEnv) -> tuple[torch.Tensor, torch.Tensor]:
 def test_returns_stay_in_their_bound(previews: PreviewConfig | None) -> None:
     made = world(50, "utility", horizon=8, prices=(0.0, 1e-3), previews=previews)
     for start in range(0, 200 if previews is None else 50, 50):
-        made.begin(made.env.family.scenarios(50, start=start))
+        total = returns(made, Random(start), start)
         least, most = bounds(made.env)
-        total = returns(made, Random(start))
         assert bool(((total >= least) & (total <= most)).all())
 
 
 def test_terms_sum_to_the_reward_and_ended_rows_are_paid_nothing() -> None:
-    family = toy_family(HOST, horizons=(4, 8), prices=(1e-4,))
-    made = Growth(toy_env(16, family), Twins(toy_env(16, family)))
-    made.begin(family.scenarios(16))
-    short = made.env.scenarios.horizon == 4
+    family = toy_family(HOST, horizons=(7, 9), prices=(1e-4,))
+    made = RewardWorld(toy_env(16, family), Twins(toy_env(16, family)))
+    played = made.play(Random(1), family.scenarios(16))
+    short = played.episodes.scenarios.horizon == 7
     assert 0 < int(short.sum()) < 16
-    for epoch in range(8):
-        outcome = made.step(Random(1)(made.env.view()))
-        torch.testing.assert_close(torch.stack(list(made.paid.values())).sum(0), outcome.reward)
-        if epoch >= 4:
-            assert bool((outcome.reward[short] == 0).all())
-    assert bool(made.measured is not None and made.measured.done.all())
+    assert played.reward.shape == (9, 16)
+    torch.testing.assert_close(torch.stack(list(played.terms.values())).sum(0), played.reward)
+    assert bool((played.reward[7:, short] == 0).all())
+    assert bool((played.reward[:7, short] != 0).any())
+    torch.testing.assert_close(played.returns, played.reward.sum(0))
+    assert len(played.inputs) == 9
+    assert bool(played.episodes.measured["done"][-1].all())
+
+
+def twins_of(rows: int, horizon: int) -> torch.Tensor:
+    """[N, epochs, 3] that nobody could mistake for another row's or epoch's."""
+    return (torch.arange(rows)[:, None, None] * 100 + torch.arange(horizon)[None, :, None] * 3 + torch.arange(3)) / 1000
+
+
+def test_a_row_is_paid_above_its_twin_of_the_same_epoch() -> None:
+    """In mid-episode as at its end; a row that never germinated is its own twin."""
+    family = toy_family(HOST, horizons=(4, 7), prices=(0.0,))
+    made = RewardWorld(toy_env(6, family), lambda scenarios: twins_of(6, 7))  # type: ignore[arg-type]
+    grow = [entry(SPEC, 1, GERMINATE, slot=0, blueprint="mlp_small")]
+    played = made.play(Scripted([[], grow, [], grow, grow, grow]), family.scenarios(6))
+    measured, horizon, twin = played.episodes.measured, played.episodes.scenarios.horizon.tolist(), twins_of(6, 7)
+    assert set(horizon[3:]) == {4, 7}
+    for row, last in enumerate(horizon):
+        for epoch in range(last):
+            now, over = played.inputs[epoch], epoch == last - 1
+            mine = measured["delivered.score" if over else "all_on.smooth"][epoch, row]
+            grown = row in (1, 3, 4, 5) and epoch >= 1
+            beside = twin[row, epoch, 1 if over else 2] if grown else mine
+            torch.testing.assert_close(now.score[row], mine, atol=0, rtol=0)
+            torch.testing.assert_close(now.twin[row], beside, atol=0, rtol=0)
+        total = played.terms["gain"][:, row].sum()
+        torch.testing.assert_close(total, (now.score[row] - now.twin[row]), atol=1e-6, rtol=0)
+
+
+def test_the_critic_is_told_the_twin_of_now_and_of_the_end() -> None:
+    family = toy_family(HOST, horizons=(4, 7), prices=(1e-4,), flop_prices=(0.01,))
+    made = RewardWorld(toy_env(6, family), lambda scenarios: twins_of(6, 7))  # type: ignore[arg-type]
+    agent = PPOAgent(Controller.fresh(SPEC, NetworkConfig(16, 8, 6, 12, privileged=len(PRIVILEGED))), PPOConfig(minibatches=1))
+    buffer = agent.buffer(made.steps, 6)
+    scenarios = family.scenarios(6)
+    played = made.collect(agent, scenarios, buffer, seed=0)
+    told = dict(zip(PRIVILEGED, buffer["privileged"].unbind(2), strict=True))  # [T, N] each
+    twin, rows, end = twins_of(6, 7), torch.arange(6), scenarios.horizon - 1
+    assert set(end.tolist()) == {3, 6}
+    paid = torch.cat([torch.zeros(1, 6), played.reward.cumsum(0)[:-1]])
+    for epoch in range(7):
+        live = rows[end >= epoch]
+        mine, last = twin[live, max(epoch - 1, 0)], twin[live, end[live]]  # of epochs that are over
+        expected = {"twin_now": 5 * (mine[:, 2] - 0.5), "twin_score": 5 * (last[:, 1] - 0.5),
+                    "twin_smooth": 5 * (last[:, 2] - 0.5), "paid": 10 * paid[epoch, live]}
+        for name, values in expected.items():
+            torch.testing.assert_close(told[name][epoch, live], values, atol=1e-5, rtol=0, msg=name)
+    torch.testing.assert_close(buffer["reward"], played.reward)
+    assert torch.equal(buffer["done"], played.episodes.measured["done"])
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(EsperError, match="no reward 'fame'; choose from utility, terminal, contribution, shaped"):
         Ledger("fame", 1)
-    made = world(1, "utility")
-    made.score = "fame"
-    with pytest.raises(EsperError, match="no score 'fame'"):
-        made.step(Wait()(made.env.view()))
+    with pytest.raises(EsperError, match="no score 'fame'; choose from score, smooth, delivered"):
+        returns(world(1, score="fame"), Wait())
 
 
 def test_replay_is_exact_beside_half_precision_hosts(device: str) -> None:
     """The hosts compute in bfloat16; the controller stays in float32 and its ratios at 1."""
     family = toy_family(HOST, horizons=(8,))
     env, beside = (toy_env(16, family, device=device, compute_dtype=torch.bfloat16) for _ in range(2))
-    made = Growth(env, Twins(beside), device=device)
-    made.begin(family.scenarios(16))
+    made = RewardWorld(env, Twins(beside))
     agent = PPOAgent(Controller.fresh(SPEC, device=device), PPOConfig(epochs=1, minibatches=1, explore=(0.05, 0.0)))
     buffer = agent.buffer(made.steps, 16)
-    metrics = agent.update(buffer, Collector(agent, made, 16).fill(buffer))
+    made.collect(agent, family.scenarios(16), buffer, seed=0, privileged=False)
+    metrics = agent.update(buffer, torch.zeros(16, device=device))
     assert next(agent.network.parameters()).dtype == torch.float32
     assert metrics.replay_error < 1e-5
     assert metrics.ratio_max == pytest.approx(1, abs=1e-5)
