@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from esper.runs import stored, trained
-from esper.simic.court import interval
-from esper.simic.proving import SPARE
-from esper.simic.trials import Trials
 
-from esper.cli.machine import keep_freed_memory
+from esper.cli.malloc import keep_freed_memory
+from esper.cli.runs import load_controller, load_run
 from esper.leyline import EsperError, Observation
+from esper.simic.proof.claims import interval
+from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.proving import SPARE
+from esper.simic.training import TrainConfig
 from esper.tamiyo import Controller, Learned, Normaliser, Wait
-from esper.tolaria import PreviewConfig
 from experiments.shared import parser, write
 
 GROUPS = {
@@ -60,31 +60,36 @@ def forgetful(controller: Controller) -> Controller:
     return Controller(network, controller.normaliser)
 
 
+def described(folder: Path) -> TrainConfig:
+    found = load_run(folder)
+    if found is None:
+        raise EsperError(f"{folder} holds no run")
+    return found[0]
+
+
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("runs", type=Path, nargs="+")
     options_of.add_argument("--scenarios", type=int, default=128)
     options = options_of.parse_args()
     keep_freed_memory()
-    found = stored(options.runs[0])
-    assert found is not None
-    family, config = found
-    previews = PreviewConfig(config.preview_every, config.preview_steps) if config.preview_every else None
-    trials, drawn = Trials(family, previews, device=options.device), family.scenarios(options.scenarios, "validation", SPARE)
-    spec, bare = trials.environment(len(drawn)).spec, trials.play(Wait(), drawn).utility
+    configs = {run: described(run) for run in options.runs}
+    env = replace(configs[options.runs[0]].env, device=options.device)
+    evaluator, drawn = Evaluator(env), env.family.scenarios(options.scenarios, "validation", SPARE)
+    bare = evaluator.play(Wait(), drawn).utility()
     result: dict[str, dict[str, list[float]]] = {}
-    for run in options.runs:
-        whole = trained(run, config, options.device).controller.bound_to(spec)
+    for run, config in configs.items():
+        whole = load_controller(run, config, options.device).controller.bound_to(env.spec)
         minds = {"everything": whole, "no memory": forgetful(whole)}
         blinded = {name: Blinded(whole.normaliser, group) for name, group in GROUPS.items()}
         minds |= {f"without {name}": Controller(whole.network, scales) for name, scales in blinded.items()}
-        utility = {name: trials.play(Learned(mind, greedy=True), drawn, previews=True).utility for name, mind in minds.items()}
+        utility = {name: evaluator.play(Learned(mind, greedy=True), drawn, previews=True).utility() for name, mind in minds.items()}
         for name, mine in utility.items():
             difference = 100 * (mine - (bare if name == "everything" else utility["everything"])).double().numpy()
             result.setdefault(name, {})[run.name] = [float(difference.mean()), *interval(difference)]
             print(f"{run.name:12} {name:34} {difference.mean():+.2f}", flush=True)
-    write(options, f"ablation-{family.name}", {"scenarios": options.scenarios, "everything": "points above no growth",
-                                               "others": "points above everything", "points": result})
+    write(options, f"ablation-{env.family.name}", {"scenarios": options.scenarios, "everything": "points above no growth",
+                                                   "others": "points above everything", "points": result})
 
 
 if __name__ == "__main__":

@@ -5,25 +5,29 @@
 Reads run stores; `esper train` with a preset makes them.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from esper.simic.court import interval
 
+from esper.cli.runs import STORE, load_run
+from esper.leyline import EsperError
 from esper.nissa import read
+from esper.simic.proof.claims import interval
 from experiments.shared import parser, write
 
 
 def curve(folder: Path) -> dict[str, Any]:
-    store, about = folder / "run.db", json.loads((folder / "run.json").read_text())
+    store, found = folder / STORE, load_run(folder)
+    if found is None:
+        raise EsperError(f"{folder} holds no run")
+    config, about = found
     rounds = read(store, "SELECT utility, seconds, host_epochs FROM round ORDER BY round")
     exams = read(store, "SELECT round, avg(utility) FROM exam WHERE policy = 'learned' GROUP BY round")
     last = "SELECT utility FROM exam WHERE policy = ? AND round = (SELECT max(round) FROM exam) ORDER BY scenario"
     learned, heuristic = (np.array([row[0] for row in read(store, last, name)]) for name in ("learned", "heuristic"))
     low, high = interval(learned - heuristic)
-    return {"command": about["command"], "family": about["family"], "seed": about["config"]["seed"],
+    return {"command": about["made with"]["command"], "family": config.env.family.name, "seed": config.seed,
             "minutes": sum(row[1] for row in rounds) / 60, "host_epochs": sum(row[2] for row in rounds),
             "return_by_round": [round(row[0], 5) for row in rounds], "exam_by_round": dict(exams),
             "scenarios": len(learned), "learned": float(learned.mean()), "heuristic": float(heuristic.mean()),

@@ -8,10 +8,10 @@ All arms share scenarios (init, data order); differences are paired. Writes expe
 """
 
 import torch
-from esper.simic.sweep import delivered, full_spec, grid
 from torch import Tensor
 
 from esper.leyline import LifecycleOp, SeedStage
+from esper.simic.proof.sweep import full_spec, grid, halves
 from esper.tamiyo import Scripted, entry
 from esper.tolaria import FAMILIES, MorphogeneticEnv
 from experiments.shared import parser, write
@@ -40,8 +40,8 @@ def run(family_name: str, blueprint: str, arm: str, wait: int, inits: int, devic
             env.population._plant(born, 0)
         measured = env.step(actions)
         if int(env.clock[0]) == GERMINATE + wait + 3:
-            early = measured.evidence.all_on.accuracy.clone()
-    return delivered(env)[:, :2].mean(1), early
+            early = measured.evidence.all_on.score.clone()
+    return torch.stack(halves(env)).mean(0), early
 
 
 def compare(late: Tensor, early: Tensor, base_late: Tensor, base_early: Tensor) -> dict[str, float]:

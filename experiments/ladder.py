@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from esper.leyline import LifecycleOp
-from esper.simic import Collector, PPOAgent, PPOConfig
-from esper.simic.training import Training, learn
+from esper.simic import PPOAgent, PPOConfig, TrainConfig, Training
 from esper.tamiyo import Controller, Learned, NetworkConfig
-from experiments.orchard import FAMILY, OrchardConfig, optimum
+from esper.tolaria import EnvConfig
+from experiments.orchard import FAMILY, Orchard, optimum
 from experiments.shared import parser, write
-from experiments.toys import Bandit, CartPole, Garden, Lottery
+from experiments.toys import Bandit, CartPole, Garden, Lottery, WorldCollector
 
 PASSED = {"bandit": ("reward", 0.9, 1.0), "garden": ("share", 0.95, 1.01), "orchard": ("share", 0.9, 1.0001),
           "cartpole": ("reached", 450, 500), "cartpole, no memory": ("reached", 0, 150)}
@@ -41,7 +41,7 @@ def bandit(seed: int, ratio: str = "joint", updates: int = 100) -> dict[str, flo
     odds = 0.01 / 0.99 * (len(world.spec.ops) - 1)
     controller.network.op_head[-1].bias.detach()[world.spec.ops.index(LifecycleOp.GERMINATE)] = math.log(odds)
     agent = PPOAgent(controller, PPOConfig(updates=updates, ratio=ratio), seed=seed)
-    collector, buffer, rewards, first = Collector(agent, world, rows), agent.buffer(4, rows), [], math.nan
+    collector, buffer, rewards, first = WorldCollector(agent, world, rows), agent.buffer(4, rows), [], math.nan
     for update in range(updates):
         last = collector.fill(buffer)
         if update == 0:
@@ -55,9 +55,9 @@ def lottery(seed: int, tell: bool, updates: int = 100) -> dict[str, float]:
     """How often the last tenth of updates chose right, in a bandit whose rewards are mostly luck."""
     torch.manual_seed(seed)
     world, rows = Lottery(64, seed, tell), 64
-    controller = Controller.fresh(world.spec, replace(SMALL, told=int(tell)), world.observation)
+    controller = Controller.fresh(world.spec, replace(SMALL, privileged=int(tell)), world.observation)
     agent = PPOAgent(controller, PPOConfig(updates=updates), seed=seed)
-    collector, buffer, right = Collector(agent, world, rows), agent.buffer(4, rows), []
+    collector, buffer, right = WorldCollector(agent, world, rows), agent.buffer(4, rows), []
     for _ in range(updates):
         last, chosen = collector.fill(buffer), buffer["actions"]
         germinates = chosen[..., 0] == world.spec.ops.index(LifecycleOp.GERMINATE)
@@ -74,7 +74,7 @@ def cartpole(seed: int, ratio: str = "joint", memory: bool = True, updates: int 
     config = PPOConfig(updates=updates, ratio=ratio, gamma=0.99, learning_rate=(2e-3, 2e-4), entropy=(0.01, 0.0),
                        explore=(0.0, 0.0), epochs=6, target_kl=0.05)
     agent = PPOAgent(controller, config, seed=seed)
-    collector, buffer, curve = Collector(agent, world, rows), agent.buffer(128, rows, chunk=64), []
+    collector, buffer, curve = WorldCollector(agent, world, rows), agent.buffer(128, rows, chunk=64), []
     for _ in range(updates):
         agent.update(buffer, collector.fill(buffer))
         curve.append(statistics.mean(world.returns[-100:]))
@@ -89,7 +89,9 @@ def garden(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128,
     controller = Controller.fresh(world.spec, SMALL, world.observation)
     config = PPOConfig(updates=updates, ratio=ratio, entropy=(0.2, 0.001), explore=(0.05, 0.0))
     agent = PPOAgent(controller, config, seed=seed)
-    learn(agent, world, rows, world.horizon, begin=lambda number: None, after=lambda number, metrics: None)
+    collector, buffer = WorldCollector(agent, world, rows), agent.buffer(world.horizon, rows)
+    for _ in range(updates):
+        agent.update(buffer, collector.fill(buffer))
     exam, hidden = Garden(256, seed + 1), controller.network.get_initial_hidden(256)
     for _ in range(exam.horizon):
         _, acted = controller.act(exam.look(), hidden, greedy=True)
@@ -103,9 +105,10 @@ def garden(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128,
 def orchard(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128) -> dict[str, float]:
     """Share of the optimum that a controller reaches which was trained by `Training`, as `esper train` does it."""
     ppo = PPOConfig(ratio=ratio, entropy=(0.15, 0.001), explore=(0.05, 0.0))
-    config = OrchardConfig(updates, rows, exam_every=0, exam_rows=256, seed=seed, score="accuracy", network=SMALL, ppo=ppo)
+    config = TrainConfig(EnvConfig(FAMILY), updates, rows, exam_every=0, exam_rows=256, seed=seed, score="score", network=SMALL,
+                         ppo=ppo)
     with tempfile.TemporaryDirectory() as folder:
-        training = Training(FAMILY, config, Path(folder))
+        training = Training(config, Path(folder), make=Orchard)
         training.run()
         mine = training.examine("learned", Learned(training.agent.controller, greedy=True), updates)
     best = optimum(FAMILY.scenarios(256, "validation"), training.exam.env)

@@ -38,9 +38,7 @@ def measure(name: str, inits: int, epochs: int, device: str) -> dict[str, object
     env = MorphogeneticEnv(family, 2 * inits, device=device, data=load_task("mnist1d", whole=True))
     play(env, Wait(), scenarios)
     x, y = open_test("mnist1d", ProofKey("the paper's own table: no choice is made with it"))
-    env.feed.validation_x, env.feed.validation_y = x.flatten(1).to(device), y.to(device)
-    right = sum((env.population.forward(inputs).argmax(2) == labels).float().sum(0) for inputs, labels in env.validation())
-    accuracy = torch.as_tensor(right).cpu() / len(y)
+    accuracy = env.evaluate(env.held_out(x, y)).all_on.score
     rows = {kind.name: accuracy[number::2].tolist() for number, kind in enumerate(kinds)}
     return {"paper": PAPER[name], "parameters": family.host.layout.size, "rollbacks": len(env.rollbacks),
             **{kind: {"mean": sum(values) / inits, "all": values} for kind, values in rows.items()}}

@@ -2,24 +2,26 @@
 
     python -m experiments.plans_gap runs/mlp-0 runs/mlp-1 runs/mlp-2 --controls controls.json
 
-Plans and rule are those of a proof's tuning, or else searched with the least episodes there are (`esper.simic.plans`); they are
-played beside the controllers of these runs on validation scenarios that no training was examined on.
+Plans and rule are those of a proof's tuning, or else searched with the least episodes there are (`esper.simic.proof.plans`);
+they are played beside the controllers of these runs on validation scenarios that no training was examined on.
 """
 
-import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from esper.simic.controls import LEVELS, Tuned, about, play_plans, play_rule, schedule
-from esper.simic.plans import search
-from esper.simic.proving import REHEARSAL
-from esper.simic.trials import Trials
 
-from esper.cli.machine import keep_freed_memory
+from esper.cli.malloc import keep_freed_memory
+from esper.cli.runs import STORE, load_run
+from esper.leyline import EsperError
 from esper.nissa import read
+from esper.simic.proof.baselines import LEVELS, Tuned, family_digest, play_plans, play_rule, schedule
+from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.plans import search
+from esper.simic.proof.proving import REHEARSAL
+from esper.simic.training import CHECKPOINT
 from esper.tamiyo import Learned, Wait
-from esper.tolaria import PreviewConfig, find_family
 from experiments.shared import parser, write
 
 Utilities = dict[str, torch.Tensor]
@@ -38,28 +40,30 @@ def main() -> None:
     options_of.add_argument("--controls", type=Path, help="controls.json of a proof")
     options = options_of.parse_args()
     keep_freed_memory()
-    config = json.loads((options.runs[0] / "run.json").read_text())
-    family = find_family(config["family"])
-    every, steps = config["config"]["preview_every"], config["config"]["preview_steps"]
-    trials = Trials(family, PreviewConfig(every, steps) if every else None, device=options.device)
-    tuned = Tuned.load(options.controls) if options.controls else searched(trials)
+    found = load_run(options.runs[0])
+    if found is None:
+        raise EsperError(f"{options.runs[0]} holds no run")
+    evaluator = Evaluator(replace(found[0].env, device=options.device))
+    family = evaluator.family
+    tuned = Tuned.load(options.controls) if options.controls else searched(evaluator)
     drawn = family.scenarios(options.scenarios, "validation", REHEARSAL)
-    bare = trials.play(Wait(), drawn).utility
-    arms = {level: play_plans(trials, schedule(tuned, level, family, drawn), drawn).utility for level in LEVELS}
-    arms["best rule"] = play_rule(trials, tuned, drawn).utility
-    spec, minds = trials.environment(len(drawn)).spec, {}
+    bare = evaluator.play(Wait(), drawn).utility()
+    arms = {level: play_plans(evaluator, schedule(tuned, level, family, drawn), drawn).utility() for level in LEVELS}
+    arms["best rule"] = play_rule(evaluator, tuned, drawn).utility()
+    minds = {}
     for run in options.runs:
-        mind = Learned.load(run / "agent.safetensors", spec, options.device, greedy=True)
-        minds[run.name] = trials.play(mind, drawn, previews=True).utility
-    episodes = {run.name: read(run / "run.db", "SELECT sum(episodes) FROM round")[0][0] for run in options.runs}
+        mind = Learned.load(run / CHECKPOINT, evaluator.config.spec, options.device, greedy=True)
+        minds[run.name] = evaluator.play(mind, drawn, previews=True).utility()
+    episodes = {run.name: read(run / STORE, "SELECT sum(episodes) FROM round")[0][0] for run in options.runs}
     write(options, f"plans-{family.name}", {"episodes": episodes | tuned.episodes, "best fixed": tuned.fixed.name,
                                             "scenarios": len(drawn), "points": compared(bare, arms, minds)})
 
 
-def searched(trials: Trials) -> Tuned:
-    found, family = search(trials, 1, 256, 30, lambda what, done, total: None), trials.family
+def searched(evaluator: Evaluator) -> Tuned:
+    found, family = search(evaluator, 1, 256, 30, lambda what, done, total: None), evaluator.family
     used = dict.fromkeys((*LEVELS, "best rule"), found.episodes)
-    return Tuned(family.name, about(family), used, {}, found.fixed, found.visible, found.oracle, found.rule, found.choices, 30)
+    return Tuned(family.name, family_digest(family), used, {}, found.fixed, found.visible, found.oracle, found.rule,
+                 found.choices, 30)
 
 
 def compared(bare: torch.Tensor, arms: Utilities, minds: Utilities) -> dict[str, dict[str, list[float]]]:

@@ -5,9 +5,7 @@
 
 import argparse
 
-from esper.simic.sweep import full_spec
-
-from esper.leyline import LifecycleOp, SeedStage
+from esper.simic.proof.sweep import full_spec
 from esper.tamiyo import Random
 from esper.tolaria import FAMILIES, MorphogeneticEnv, play
 
@@ -21,9 +19,9 @@ def main() -> None:
     family = FAMILIES[options.family]
     for name, spec in (("default", None), ("full", full_spec(family))):
         env = MorphogeneticEnv(family, options.episodes, spec=spec, device=options.device)
-        trace = play(env, Random(0), family.scenarios(options.episodes))
-        kept = env.population.life.at(SeedStage.FOSSILIZED).any(1).float().mean()
-        born = (trace.actions[:, :, 0] == env.spec.ops.index(LifecycleOp.GERMINATE)).any(0).float().mean()
+        episodes = play(env, Random(0), family.scenarios(options.episodes))
+        kept = (episodes.blueprint >= 0).any(1).float().mean()
+        born = len({decision.scenario for decision in episodes.decisions() if decision.op == "GERMINATE"}) / len(episodes)
         print(f"{options.family}, {name} action space: germinated in {100 * born:.0f} %, fossilized in {100 * kept:.0f} % of "
               f"{options.episodes} episodes, {len(env.rollbacks)} rollbacks", flush=True)
 

@@ -12,10 +12,10 @@ Legend: T epochs, K scenarios (every kind with every init).
 import time
 
 import torch
-from esper.simic.sweep import DECIDE_AT, full_spec, grid, seed_script
 from torch import Tensor
 
-from esper.simic.rewards import standing
+from esper.simic.proof.sweep import DECIDE_AT, full_spec, grid, seed_script
+from esper.simic.rewards import RewardInputs
 from esper.tamiyo import Scripted
 from esper.tolaria import FAMILIES, Family, MorphogeneticEnv, Scores
 from esper.tolaria.evaluation import evaluate
@@ -23,7 +23,8 @@ from experiments.shared import parser, write
 
 HEADER = f"""{'':20}{'episode':>26}{'step':>20}{'pairing':>14}
 {'family, score':20}  mean  spread  noise  s/n  spread  noise  s/n  episode step"""
-SCORED = ("accuracy", "probability")
+SCORED = {"accuracy": "score", "probability": "smooth"}
+"""name -> the score that it is, of classification."""
 SEEDS = {"mlp": "mlp_small", "mnist1d": "conv_light"}
 """family -> the seed that helps most often, in slot 0."""
 
@@ -42,9 +43,9 @@ def played(family: Family, inits: int, device: str) -> tuple[Tensor, Tensor]:
         parts = [evaluate(env.population, env.validation(start, start + half)) for start in (0, half)]
         over = measured.done
         halves = [torch.where(over, getattr(part.delivered, name), getattr(part.all_on, name))
-                  for part in parts for name in SCORED]
+                  for part in parts for name in SCORED.values()]
         scores.append(torch.stack(halves, 1).view(2, count, 2, len(SCORED)))
-        now = standing(env, measured, Scores(*torch.zeros(3, 2 * count)), SCORED[0])
+        now = RewardInputs.of(measured, env.scenarios, Scores(*torch.zeros(3, 2 * count)), "score")
         costs.append(-torch.stack(list(now.cost.values())).sum(0)[:count])
     return torch.stack(scores), torch.stack(costs)
 
@@ -77,8 +78,7 @@ def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--inits", type=int, default=8)
     options = options_of.parse_args()
-    words = f"--inits {options.inits} --device {options.device}"
-    result: dict[str, object] = {"command": f"python -m experiments.reward_noise {words}"}
+    result: dict[str, object] = {"inits": options.inits}
     print(HEADER)
     for name in SEEDS:
         family, began = FAMILIES[name], time.perf_counter()

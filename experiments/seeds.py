@@ -15,15 +15,16 @@ import sys
 import time
 from pathlib import Path
 
-from esper.runs import stored
+from esper.cli.runs import load_run
 
 ONE = """
 import json
 import sys
 from pathlib import Path
 from rich.console import Console
-from esper.cli.machine import keep_freed_memory
-from esper.train_cli import Train, run
+from esper.cli.malloc import keep_freed_memory
+from esper.cli.options import Train
+from esper.cli.train import run
 keep_freed_memory()
 asked = json.loads(sys.argv[1])
 sys.argv[1:] = ["train"] + [word for name, value in asked.items() for word in (f"--{name}", str(value)) if word != "True"]
@@ -45,12 +46,12 @@ def main() -> None:
     started, running = time.monotonic(), {}
     for seed in options.seeds:
         folder = options.runs / f"{options.family}-{seed}"
-        found = stored(folder)
+        found = load_run(folder)
         if found is None:
             asked = {"family": options.family, "preset": options.preset, "seed": seed, "out": str(folder)}
             asked |= {"rounds": options.rounds} if options.rounds else {}
         else:
-            asked = {"out": str(folder), "resume": True, "more": max(0, options.rounds - found[1].rounds)}
+            asked = {"out": str(folder), "resume": True, "more": max(0, options.rounds - found[0].rounds)}
         with open(f"{folder}.log", "a") as log:
             running[folder] = subprocess.Popen([sys.executable, "-c", ONE, json.dumps(asked)], stdout=log,
                                                stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": options.threads})

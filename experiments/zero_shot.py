@@ -5,19 +5,20 @@
 Validation scenarios that no training was examined on, and validation samples; every arm on the same scenarios.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-from esper.simic.court import interval
-from esper.simic.proving import SPARE
-from esper.simic.trials import Trials
-
-from esper.cli.machine import keep_freed_memory
+from esper.cli.malloc import keep_freed_memory
+from esper.cli.runs import load_run
+from esper.leyline import EsperError
+from esper.simic.proof.claims import interval
+from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.proving import SPARE
+from esper.simic.training import CHECKPOINT
 from esper.tamiyo import Learned, Random, Wait
 from esper.tamiyo.minds import member_for, read_mind, shipped
-from esper.tolaria import Family, PreviewConfig, find_family
-from experiments.shared import parser, write
+from esper.tolaria import EnvConfig, Family, PreviewConfig, find_family
+from experiments.shared import env_of, parser, write
 
 
 def deeper(family: Family) -> Family:
@@ -46,12 +47,11 @@ HOSTS = {"as trained": lambda family: family, "twice the slots": deeper, "twice 
 def previews_of(mind: str, family: Family) -> PreviewConfig | None:
     """As it was trained with."""
     if mind in shipped():
-        env = Trials(family).environment(1)
-        run = member_for(env.spec, read_mind(mind)).about["run"]
-    else:
-        run = json.loads((Path(mind) / "run.json").read_text())
-    every, steps = run["config"]["preview_every"], run["config"]["preview_steps"]
-    return PreviewConfig(every, steps) if every else None
+        return env_of(member_for(EnvConfig(family).spec, read_mind(mind))).previews
+    found = load_run(Path(mind))
+    if found is None:
+        raise EsperError(f"{mind} is neither a shipped mind nor the folder of a run")
+    return found[0].env.previews
 
 
 def main() -> None:
@@ -62,17 +62,17 @@ def main() -> None:
     options = options_of.parse_args()
     keep_freed_memory()
     trained, result = find_family(options.family), {}
-    path = options.mind if options.mind in shipped() else Path(options.mind) / "agent.safetensors"
+    path = options.mind if options.mind in shipped() else Path(options.mind) / CHECKPOINT
     previews = previews_of(options.mind, trained)
     for name, changed in HOSTS.items():
         family = changed(trained)
-        trials, drawn = Trials(family, previews, device=options.device), family.scenarios(options.scenarios, "validation", SPARE)
-        spec = trials.environment(len(drawn)).spec
-        learned = trials.play(Learned.load(path, spec, options.device, greedy=True), drawn, previews=True)
+        evaluator = Evaluator(EnvConfig(family, previews=previews, device=options.device))
+        spec, drawn = evaluator.config.spec, family.scenarios(options.scenarios, "validation", SPARE)
+        learned = evaluator.play(Learned.load(path, spec, options.device, greedy=True), drawn, previews=True)
         result[name] = {"slots": spec.slots, "host parameters": family.host.cost.params, "horizons": family.horizons,
                         "grown parameters": float(learned.params.float().mean())}
         for control, policy in (("no growth", Wait()), ("random", Random())):
-            difference = 100 * (learned.utility - trials.play(policy, drawn).utility).double().numpy()
+            difference = 100 * (learned.utility() - evaluator.play(policy, drawn).utility()).double().numpy()
             result[name][f"above {control}"] = [float(difference.mean()), *interval(difference)]
         print(name, result[name], flush=True)
     write(options, f"zero-shot-{options.family}", {"mind": options.mind, "scenarios": options.scenarios, "points": result})
