@@ -83,7 +83,8 @@ def main() -> None:
         minds = {"everything": whole, "no memory": forgetful(whole)}
         blinded = {name: Blinded(whole.normaliser, group) for name, group in GROUPS.items()}
         minds |= {f"without {name}": Controller(whole.network, scales) for name, scales in blinded.items()}
-        utility = {name: evaluator.play(Learned(mind, greedy=True), drawn, previews=True).utility() for name, mind in minds.items()}
+        utility = {name: evaluator.play(Learned(mind, greedy=True), drawn, previews=True).utility()
+                   for name, mind in minds.items()}
         for name, mine in utility.items():
             difference = 100 * (mine - (bare if name == "everything" else utility["everything"])).double().numpy()
             result.setdefault(name, {})[run.name] = [float(difference.mean()), *interval(difference)]
