@@ -1,9 +1,12 @@
-"""The folder of a run: what its description says, the controller that lies in it."""
+"""The folder of a run: what its description says, the controller that lies in it, and the lock of who works in it."""
 
+import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.provenance import provenance
 from esper.leyline.storage import decoding, read_bytes, read_json, read_state, write_json
+from esper.simic.proof.processes import PREPARATIONS
 from esper.simic.training import CHECKPOINT, TrainConfig
 from esper.tamiyo import Controller
 
-DESCRIPTION, STORE = "run.json", "run.db"
+DESCRIPTION, STORE, LOCK = "run.json", "run.db", ".lock"
 
 
 def make_folder(folder: Path) -> None:
@@ -32,8 +36,30 @@ def make_folder(folder: Path) -> None:
         raise EsperError(f"--out {folder} may not be written; choose another folder")
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a folder; the system lets go of the lock however that process ends."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise EsperError(f"cannot lock {folder}: {error.strerror}; choose another folder") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise EsperError(f"another esper process works in {folder}; wait for it, or choose another folder") from error
+    finally:
+        os.close(handle)
+
+
 def use_plugins(paths: Sequence[Path]) -> None:
     """Run these Python files: they register families and blueprints. What fails in them is the user's to read."""
+    _run_plugins(paths)
+    if paths:
+        PREPARATIONS.append(functools.partial(_run_plugins, tuple(paths)))
+
+
+def _run_plugins(paths: Sequence[Path]) -> None:
     for path in paths:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.is_file():

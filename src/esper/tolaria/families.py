@@ -26,15 +26,16 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
 
 
 def register_family(family: Family) -> Family:
-    """Make an own family known by its name, to commands that name a --plugin with this call."""
+    """Make a family known by its name, to `--family` as well: a plugin's way in."""
+    if not isinstance(family, Family):
+        raise EsperError(f"a family must be a Family, not a {type(family).__name__}")
     if family.name in FAMILIES:
-        raise EsperError(f"there already is a family {family.name!r}; choose another name")
+        raise EsperError(f"there is already a family {family.name!r}; give yours another name")
     FAMILIES[family.name] = family
     return family
 
 
 def find_family(name: str) -> Family:
-    """A family that ships with Esper, or was registered."""
     if name not in FAMILIES:
         raise EsperError(f"no family {name!r}; choose from {', '.join(FAMILIES)}")
     return FAMILIES[name]

@@ -15,10 +15,14 @@ import torch
 from esper.leyline import EsperError
 
 
+PREPARATIONS: list[Callable[[], object]] = []
+"""What every worker does first: it begins with nothing that was registered here."""
+
+
 def in_processes(jobs: int, calls: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, Any]]:
     """(name, what its call returns), as they end, run in so many processes that share the threads of this one."""
     share = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (share, os.getpid())) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (share, os.getpid(), tuple(PREPARATIONS))) as pool:
         waiting = {pool.submit(call): name for name, call in calls.items()}
         try:
             for each in as_completed(waiting):
@@ -30,7 +34,7 @@ def in_processes(jobs: int, calls: Mapping[str, Callable[[], Any]]) -> Iterator[
             raise
 
 
-def _begin(threads: int, parent: int) -> None:
+def _begin(threads: int, parent: int, preparations: tuple[Callable[[], object], ...]) -> None:
     """In a worker: Ctrl-C is the parent's to answer, and without a parent there is nothing to work for."""
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -41,6 +45,8 @@ def _begin(threads: int, parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    for prepare in preparations:
+        prepare()
 
 
 def _end(pool: ProcessPoolExecutor) -> None:
