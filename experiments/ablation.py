@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.cli.runs import load_controller, load_run
 from esper.leyline import EsperError, Observation
 from esper.simic.proof.claims import interval

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.cli.runs import STORE, load_run
 from esper.leyline import EsperError
 from esper.nissa import read

@@ -22,7 +22,7 @@ import json
 import sys
 from pathlib import Path
 from rich.console import Console
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.cli.options import Train
 from esper.cli.train import run
 keep_freed_memory()

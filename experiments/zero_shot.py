@@ -8,7 +8,7 @@ Validation scenarios that no training was examined on, and validation samples; e
 from dataclasses import replace
 from pathlib import Path
 
-from esper.cli.malloc import keep_freed_memory
+from esper.cli.machine import keep_freed_memory
 from esper.cli.runs import load_run
 from esper.leyline import EsperError
 from esper.simic.proof.claims import interval

@@ -180,7 +180,7 @@ def test_the_critic_is_told_the_twin_of_now_and_of_the_end() -> None:
     agent = PPOAgent(Controller.fresh(SPEC, NetworkConfig(16, 8, 6, 12, privileged=len(PRIVILEGED))), PPOConfig(minibatches=1))
     buffer = agent.buffer(made.steps, 6)
     scenarios = family.scenarios(6)
-    played = made.collect(agent, scenarios, buffer, seed=0)
+    played = made.collect(agent, scenarios, buffer, seed=(0,))
     told = dict(zip(PRIVILEGED, buffer["privileged"].unbind(2), strict=True))  # [T, N] each
     twin, rows, end = twins_of(6, 7), torch.arange(6), scenarios.horizon - 1
     assert set(end.tolist()) == {3, 6}
@@ -210,7 +210,7 @@ def test_replay_is_exact_beside_half_precision_hosts(device: str) -> None:
     made = RewardWorld(env, Twins(beside))
     agent = PPOAgent(Controller.fresh(SPEC, device=device), PPOConfig(epochs=1, minibatches=1, explore=(0.05, 0.0)))
     buffer = agent.buffer(made.steps, 16)
-    made.collect(agent, family.scenarios(16), buffer, seed=0, privileged=False)
+    made.collect(agent, family.scenarios(16), buffer, seed=(0,), privileged=False)
     metrics = agent.update(buffer, torch.zeros(16, device=device))
     assert next(agent.network.parameters()).dtype == torch.float32
     assert metrics.replay_error < 1e-5

@@ -1,12 +1,10 @@
-"""The folder of a run: what its description says, the controller that lies in it, and the lock of who works in it."""
+"""The folder of a run: what its description says, and the controller that lies in it."""
 
-import fcntl
 import functools
 import hashlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from esper.simic.proof.processes import PREPARATIONS
 from esper.simic.training import CHECKPOINT, TrainConfig
 from esper.tamiyo import Controller
 
-DESCRIPTION, STORE, LOCK = "run.json", "run.db", ".lock"
+DESCRIPTION, STORE = "run.json", "run.db"
 
 
 def make_folder(folder: Path) -> None:
@@ -34,22 +32,6 @@ def make_folder(folder: Path) -> None:
         raise EsperError(f"cannot make --out {str(folder)!r}: {error}; choose another folder") from error
     if not writable:
         raise EsperError(f"--out {folder} may not be written; choose another folder")
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One process at a time works in a folder; the system lets go of the lock however that process ends."""
-    try:
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    except OSError as error:
-        raise EsperError(f"cannot lock {folder}: {error.strerror}; choose another folder") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise EsperError(f"another esper process works in {folder}; wait for it, or choose another folder") from error
-    finally:
-        os.close(handle)
 
 
 def use_plugins(paths: Sequence[Path]) -> None:

@@ -36,6 +36,7 @@ def register_family(family: Family) -> Family:
 
 
 def find_family(name: str) -> Family:
+    """A family that ships with Esper, or was registered."""
     if name not in FAMILIES:
         raise EsperError(f"no family {name!r}; choose from {', '.join(FAMILIES)}")
     return FAMILIES[name]

@@ -14,7 +14,6 @@ import torch
 
 from esper.leyline import EsperError
 
-
 PREPARATIONS: list[Callable[[], object]] = []
 """What every worker does first: it begins with nothing that was registered here."""
 

@@ -13,12 +13,39 @@ from torch import Tensor
 
 from esper.leyline import ActionSpec, EsperError
 from esper.leyline.telemetry import Nowhere, Sink
-from esper.simic.proof.baselines import LEVELS, Tuned, family_digest, play_plans, play_rule, schedule, shuffled
-from esper.simic.proof.claims import BEATEN, Arm, Arms, Claim, finding, interquartile_mean, interval, judge, pooled
+from esper.simic.proof.baselines import (
+    LEVELS,
+    Tuned,
+    family_digest,
+    play_plans,
+    play_rule,
+    schedule,
+    shuffled,
+)
+from esper.simic.proof.claims import (
+    BEATEN,
+    Arm,
+    Arms,
+    Claim,
+    finding,
+    interquartile_mean,
+    interval,
+    judge,
+    pooled,
+)
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.processes import in_processes
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
-from esper.tolaria import EnvConfig, Episodes, MakeEnv, MorphogeneticEnv, ProofKey, Scenarios, open_test, openings
+from esper.tolaria import (
+    EnvConfig,
+    Episodes,
+    MakeEnv,
+    MorphogeneticEnv,
+    ProofKey,
+    Scenarios,
+    open_test,
+    openings,
+)
 
 POOLED, SHARED = "pooled", "all"
 PILOT, SPARE, REHEARSAL = 100_000, 200_000, 300_000
