@@ -150,6 +150,17 @@ def test_matching_has_a_margin_and_half_way_is_half_way() -> None:
         assert half.verdict == verdict
 
 
+def test_half_way_is_asked_of_the_whole_interval() -> None:
+    """A mean past half way is luck as long as the interval reaches below it."""
+    noise = np.random.default_rng(0).normal(0, 0.2, 256)
+    base = arms(0.05, **{BETWEEN[0]: 0.0, BETWEEN[1]: 0.06})
+    for lead, verdict in ((0.01, "fails"), (0.06, "holds")):
+        lucky = arm(base["learned"].utility - 0.02 + lead + noise - noise.mean())
+        half = next(c for c in judge({"mind 0": {**base, "learned": lucky}}, PILOT) if c.asked == "half")
+        assert half.difference == pytest.approx(lead)
+        assert (half.low > 0, half.verdict) == (verdict == "holds", verdict)
+
+
 def test_pooling_averages_controllers_scenario_by_scenario() -> None:
     each = {"a": {"learned": arm(np.array([0.0, 1.0]), 5)},
             "b": {"learned": arm(np.array([1.0, 1.0]), 7), "extra": arm(np.ones(2))}}
