@@ -47,10 +47,10 @@ def override(config: T, keys: Any, where: str) -> T:
 
 
 def _merged(base: Any, keys: Any, where: str) -> Any:
-    if not isinstance(base, dict):
+    if keys is False and (base is None or isinstance(base, dict)):  # also where it was taken away before
+        return None
+    if not (isinstance(base, dict) and isinstance(keys, dict)):
         return keys
-    if not isinstance(keys, dict):
-        return None if keys is False else keys
     return base | {name: _merged(base.get(name), value, where) for name, value in keys.items()}
 
 
