@@ -34,7 +34,10 @@ def test_scenarios_depend_on_their_keys_alone() -> None:
     family = toy_family()
     many, few = family.scenarios(200), family.scenarios(3, start=150)
     for name, column in few.columns().items():
-        assert torch.equal(column, getattr(many, name)[150:153]), name
+        if name != "luck":
+            assert torch.equal(column, getattr(many, name)[150:153]), name
+    assert torch.equal(few.luck, many.luck[:3]), "luck depends on the place among those that were drawn, and travels with them"
+    assert torch.equal(many.take(torch.tensor([7])).luck, many.luck[[7]])
     assert set(many.kind.tolist()) == set(range(len(KINDS)))
     assert set(many.horizon.tolist()) == {6, 8}
     held_out = family.scenarios(200, "test")
@@ -198,7 +201,9 @@ def test_a_new_episode_knows_nothing_of_the_last_one() -> None:
     env.population.banks[0].weights[2] = float("nan")
     measured = env.step(Wait()(env.view()))
     assert bool(measured.rolled_back[2])
-    assert bool(measured.evidence.all_on.loss[2].isnan())
+    classes = env.family.host.classes
+    assert float(measured.evidence.all_on.loss[2]) == pytest.approx(math.log(classes)), "it has learned nothing: chance"
+    assert float(measured.evidence.delivered.score[2]) == pytest.approx(1 / classes)
     assert not bool(measured.evidence.contribution.known[2].any())
 
 
@@ -209,7 +214,7 @@ def test_policies_see_price_and_horizon_but_no_key_to_the_rest() -> None:
     view = env.view()
     assert torch.equal(view.price, scenarios.price)
     assert torch.equal(view.horizon, scenarios.horizon)
-    assert not set(view.key.tolist()) & set(scenarios.key.tolist())
+    assert not set(view.luck.tolist()) & set(scenarios.key.tolist())
 
 
 def test_waiting_episodes_equal_their_twin_exactly() -> None:

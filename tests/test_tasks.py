@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from esper.tasks_cli import TasksAddData, TasksList, run_add_data, run_list
 from rich.console import Console
 from torch import Tensor
 

@@ -57,8 +57,9 @@ def columns_of(scenarios: list[Scenario]) -> Scenarios:
     def column(name: str, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor([getattr(s, name) for s in scenarios], dtype=dtype)
 
-    return Scenarios(column("key"), torch.tensor([kinds.index(s.kind) for s in scenarios]), column("price"), column("flop_price"),
-                     column("horizon"), column("lr", torch.float64), kinds)
+    return Scenarios(key=column("key"), kind=torch.tensor([kinds.index(s.kind) for s in scenarios]), price=column("price"),
+                     flop_price=column("flop_price"), horizon=column("horizon"), lr=column("lr", torch.float64),
+                     luck=torch.arange(len(scenarios)), kinds=kinds)
 
 
 def healthy(rows: int, stages: int) -> Impairments:
