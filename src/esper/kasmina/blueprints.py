@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.hosts import HOSTS
 from esper.kasmina import lift
+from esper.kasmina.hosts import HOSTS
 from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights
 from esper.leyline import Cost, EsperError, SlotShape
 from esper.leyline.keys import seeded
@@ -37,7 +37,7 @@ class SeedKind(IntEnum):
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One row of the registry: how to build a module for a slot's shape, and what a controller knows of it."""
+    """One row of the registry: how to build a module for a slot's shape, and what a controller knows."""
 
     name: str
     build: Callable[[SlotShape], nn.Module]
@@ -239,7 +239,8 @@ for _row in (
     Blueprint("mixer", _mixer, ("conv1d",), SeedKind.MIXER, reach=0),
     Blueprint("norm", lambda s: _zero(nn.LayerNorm(s.channels)), ("mlp",), SeedKind.NORM, reach=0),
     Blueprint("low_rank", lambda s: _dense(s, max(2, s.channels // 8), bias=False), ("mlp",), SeedKind.DENSE),
-    Blueprint("glu", lambda s: _dense(s, max(2, s.channels // 2), nn.GLU(1), fold=2), ("mlp",), SeedKind.DENSE),
+    Blueprint("glu", lambda s: _dense(s, max(2, s.channels // 2), nn.GLU(1), fold=2), ("mlp",),
+              SeedKind.DENSE),
     Blueprint("mlp_small", lambda s: _dense(s, max(2, s.channels // 2), nn.ReLU()), ("mlp",), SeedKind.DENSE),
     Blueprint("mlp_heavy", lambda s: _dense(s, 2 * s.channels, nn.ReLU()), ("mlp",), SeedKind.DENSE),
 ):

@@ -79,8 +79,8 @@ class Host:
         if (len(self.inputs) != len(row.inputs) or min(self.inputs + self.widths) < 1 or self.classes < 1
                 or self.taps % 2 == 0 or not 0 <= self.halvings <= self.stages * (len(self.inputs) > 1)):
             raise EsperError(f"impossible {self.kind} host: inputs {self.inputs} (expected {len(row.inputs)} "
-                             f"numbers), widths {self.widths}, {self.classes} classes, {self.taps} taps (odd), "
-                             f"{self.halvings} halvings")
+                             f"numbers), widths {self.widths}, {self.classes} classes, {self.taps} taps "
+                             f"(odd), {self.halvings} halvings")
         halved = self._halved(self.stages)
         if any(extent < 2**halved for extent in self.inputs[1:]):
             raise EsperError(f"{halved} stages halve the extent {self.inputs[1:]} below one; "

@@ -2,8 +2,8 @@
 
 Legend: G copies, B batch, C channels, P parameters of one copy.
 Vectors travel as [G, B, C], everything with an extent as [B, G, C, *extent] (copies folded into channels:
-convolutions become grouped, norms get G times the groups). So the rank tells the layout: 3 is a vector. `LIFTED`
-lists the layers with such a form; any other module, or a use that a rule declines, runs through `torch.func.vmap`.
+convolutions become grouped, norms get G times the groups). So the rank tells the layout: 3 is a vector.
+`LIFTED` lists the layers with such a form; any other module, or a use its rule declines, runs through vmap.
 """
 
 import functools
@@ -73,10 +73,10 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
         # cuDNN's grouped 1x1 kernels are slower than a batched matrix product.
         out = torch.matmul(weight.flatten(2), x.flatten(3)).unflatten(3, x.shape[3:])
         return out if bias is None else out + per_row(bias, x)
-    slow = torch.are_deterministic_algorithms_enabled() or (x.dim() == 4 and layer.in_channels > 1)
-    if x.is_cuda and plain and slow:
+    if x.is_cuda and plain and (torch.are_deterministic_algorithms_enabled()
+                                or (x.dim() == 4 and layer.in_channels > 1)):
         # cuDNN's grouped 1-d kernels are slower than this. Its 2-d kernels are fast, but some put several
-        # groups into one tile, where a NaN of one row times the zeros between groups is a NaN for its neighbours.
+        # groups into one tile, where a NaN of one row times the zeros between groups spreads to neighbours.
         return _conv_as_matmul(x, weight, bias, layer.padding)
     if x.is_cuda and layer.groups == 1 and x.dim() == 5 and layer.in_channels % 4:
         # cuDNN runs odd channel counts one group at a time; a few channels of zeros make it faster.
@@ -211,7 +211,7 @@ def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor
 
 
 def opening(module: nn.Module) -> Opening | None:
-    """The layer norm that a module of vectors begins with, if any: modules that begin alike share its result."""
+    """The layer norm that a module of vectors begins with, if any: modules that begin alike can share it."""
     first = next(iter(module), module) if type(module) is nn.Sequential else module
     hooked = any(part._forward_pre_hooks or part._forward_hooks for part in (module, first))
     if type(first) is not nn.LayerNorm or hooked or len(first.normalized_shape) > 1:
@@ -224,7 +224,8 @@ def lifted_rest(module: nn.Module, w: Weights, x: Tensor) -> Tensor:
     if isinstance(module, nn.LayerNorm):
         return _affine(module, w, "", x)
     for number, (name, child) in enumerate(module._modules.items()):
-        x = lifted(child, w, x, f"{name}.") if number else _affine(child, w, f"{name}.", x)  # type: ignore[arg-type]
+        at = f"{name}."
+        x = lifted(child, w, x, at) if number else _affine(child, w, at, x)  # type: ignore[arg-type]
     return x
 
 
@@ -252,11 +253,11 @@ class Layout:
 
     def flatten(self, module: nn.Module) -> Tensor:
         """[P]: the module's parameters in the order of this layout."""
-        return torch.cat([p.detach().flatten() for p in module.parameters()]) if self.sizes else torch.empty(0)
+        return torch.cat([torch.empty(0), *(p.detach().flatten() for p in module.parameters())])
 
 
 def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """(centre [P], radius [P]) of PyTorch's own uniform initialisation; parameters set to a constant keep it."""
+    """(centre [P], radius [P]) of PyTorch's own uniform initialisation; constant parameters keep theirs."""
     centres, radii = [], []
     owners = dict(module.named_modules())
     for name, parameter in module.named_parameters():
@@ -269,6 +270,6 @@ def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def draw_rows(extent: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
-    """float32 [R, P]: fresh rows within (centre, radius), [P] or [R, P] each; a function of the keys [R] alone."""
+    """float32 [R, P]: rows within (centre, radius), [P] or [R, P] each; a function of the keys [R] alone."""
     centre, radius = (t.to(keys.device) for t in extent)
     return centre + radius * (2 * uniform(keys, centre.shape[-1]) - 1)

@@ -1,4 +1,4 @@
-"""Tamiyo: the mind. Observations, masks, distributions, the network, and every policy that decides how hosts grow."""
+"""Tamiyo: the mind. Observations, masks, distributions, the network, and every policy of growth."""
 
 from esper.tamiyo.controller import Controller
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits, MaskedCategorical, Scored
