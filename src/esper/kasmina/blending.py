@@ -81,10 +81,8 @@ class SlotRows:
 
 
 class Gather(torch.autograd.Function):
-    """h -> one tensor per group of rows. Backward copies; `index_select` would add, atomically on CUDA.
-
-    With an `opening`, the layer norm that all groups begin with, what they get is normalised: once for all.
-    """
+    """h -> one tensor per group of rows. Backward copies; `index_select` would add, atomically on CUDA. With
+    an `opening`, the layer norm that all groups begin with, what they get is normalised, once for all."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, rows: SlotRows, opening: Opening | None) -> tuple[Tensor, ...]:

@@ -180,7 +180,9 @@ class Lifecycle:
         at_slot = actions[:, Head.SLOT, None] == torch.arange(self.spec.slots)
         acted = {op: at_slot & (actions[:, Head.OP, None] == op) for op in LifecycleOp}
         self._germinate(acted[LifecycleOp.GERMINATE], actions)
-        self._advance(acted[LifecycleOp.ADVANCE] | (ready & ~acted[LifecycleOp.PRUNE]))
+        advanced = acted[LifecycleOp.ADVANCE] | (ready & ~acted[LifecycleOp.PRUNE])
+        self._move(advanced, SeedStage.BLENDING)
+        self._start_ramp(advanced, self.target, self.tempo, torch.full_like(self.curve, AlphaCurve.LINEAR))
         self._retarget(acted[LifecycleOp.SET_ALPHA_TARGET], actions)
         self._prune(acted[LifecycleOp.PRUNE], actions)
         self._move(acted[LifecycleOp.FOSSILIZE], SeedStage.FOSSILIZED)
@@ -201,10 +203,6 @@ class Lifecycle:
             self._write(name, mask, value)
         self.germinations += mask
         self._move(mask, SeedStage.TRAINING)
-
-    def _advance(self, mask: Tensor) -> None:
-        self._move(mask, SeedStage.BLENDING)
-        self._start_ramp(mask, self.target, self.tempo, torch.full_like(self.curve, AlphaCurve.LINEAR))
 
     def _retarget(self, mask: Tensor, actions: Tensor) -> None:
         self._move(mask & self.at(SeedStage.HOLDING), SeedStage.BLENDING)

@@ -101,10 +101,8 @@ def _conv_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tup
 
 
 class RowLinear(torch.autograd.Function):
-    """x [G, B, I] times weight [G, O, I], plus bias [G, O].
-
-    By hand for one gradient's shape: `baddbmm` returns the weight's transposed, which then has to be copied.
-    """
+    """x [G, B, I] times weight [G, O, I], plus bias [G, O]. By hand for the shape of one gradient: `baddbmm`
+    returns the weight's transposed, which then has to be copied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -158,27 +156,10 @@ def _flatten(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.flatten(2).transpose(0, 1)
 
 
-def _elementwise(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    out: Tensor = layer(x)
-    return out
-
-
-def _glu(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    return F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim)
-
-
 def _sequential(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     for name, child in layer._modules.items():
         x = lifted(child, w, x, f"{prefix}{name}.")
     return x
-
-
-def _modulate(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    return x * lifted(layer.net, w, x, prefix + "net.")
-
-
-def _scaled(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    return lifted(layer.body, w, x, prefix + "body.") * per_row(w[prefix + "scale"], x)
 
 
 LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
@@ -189,11 +170,13 @@ LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
     nn.LayerNorm: _layer_norm,
     **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d), _pool),
     nn.Flatten: _flatten,
-    nn.GLU: _glu,
+    nn.GLU: lambda layer, w, prefix, x: F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim),
     nn.Sequential: _sequential,
-    Modulate: _modulate,
-    Scaled: _scaled,
-    **dict.fromkeys((nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, Nothing), _elementwise),
+    Modulate: lambda layer, w, prefix, x: x * lifted(layer.net, w, x, prefix + "net."),
+    Scaled: lambda layer, w, prefix, x: (lifted(layer.body, w, x, prefix + "body.")
+                                         * per_row(w[prefix + "scale"], x)),
+    **dict.fromkeys((nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, Nothing),
+                    lambda layer, w, prefix, x: layer(x)),
 }
 
 

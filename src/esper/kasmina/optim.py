@@ -33,10 +33,8 @@ class OptimConfig:
 
 @dataclass
 class Segments:
-    """All segments of a pack: flat weights and moments, and one number of each kind per segment.
-
-    `shapes` are the (G, P) of the parts in which equally long segments lie together.
-    """
+    """All segments of a pack: flat weights and moments, and one number of each kind per segment. `shapes` are
+    the (G, P) of the parts in which equally long segments lie together."""
 
     shapes: list[tuple[int, int]]
     theta: Tensor  # [T]

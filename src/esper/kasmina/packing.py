@@ -76,10 +76,8 @@ class _Part(NamedTuple):
 
 
 class Pack:
-    """Everything alive as one flat vector with its moments, copied out of the banks and written back to them.
-
-    Groups are padded to a `MULTIPLE` of rows. Nothing depends on the padding, nothing of it is written back.
-    """
+    """Everything alive as one flat vector with its moments, copied out of the banks and written back. Groups
+    are padded to a `MULTIPLE` of rows: nothing depends on the padding, nothing of it is written back."""
 
     def __init__(self, banks: list[Bank], layout: Layout, groups: list[Group], lr: Tensor, decay: Tensor,
                  clips: tuple[float, float], trainable: Tensor | None, dtype: torch.dtype) -> None:

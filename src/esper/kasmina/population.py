@@ -110,9 +110,7 @@ class Population:
 
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
         """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers.
-
-        Learning rates and decays stay as they were set.
-        """
+        Learning rates and decays stay as they were set."""
         rows, where = rows.cpu(), rows.to(self.device)
         weights, trainable = self.host.fresh(keys.to(self.device)), torch.ones(1)
         if impairments is not None:

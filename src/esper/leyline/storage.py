@@ -33,15 +33,12 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         raise StateFormatError(f"cannot write {path}: its folder does not exist")
     try:
         _remove_leftovers(path)
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        try:
+        with _synced(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as file:
             while data:
                 data = data[os.write(file, data) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with _synced(path.parent, os.O_RDONLY):  # the folder's own entry of the new file
+            pass
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
@@ -49,9 +46,12 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         raise EsperError(f"cannot write {path}: {error.strerror}; {advice}") from error
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+@contextmanager
+def _synced(path: Path, flags: int) -> Iterator[int]:
+    """An open file or folder that is on the disk when this ends."""
+    handle = os.open(path, flags, 0o666)
     try:
+        yield handle
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -184,10 +184,8 @@ class ActionDistribution:
         return self._averaged(self._asked(), lambda table, share: share * table.entropy())
 
     def head_entropies(self) -> tuple[Tensor, Tensor]:
-        """([..., H] conditional entropy of each head as a share of its most, [..., H] how likely it is asked)
-
-        Averaged over the ops and slots that would ask the head, taken or not. For diagnosis only.
-        """
+        """([..., H] conditional entropy of each head as a share of its most, [..., H] how likely it is
+        asked), averaged over the ops and slots that would ask the head, taken or not. For diagnosis only."""
         asked = self._asked()
         each = self._averaged(asked, lambda t, share: share * t.entropy() / t.choices.clamp(min=2).log())
         return each, torch.stack([likely for _, likely in asked], -1)
