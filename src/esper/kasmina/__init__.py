@@ -1,5 +1,6 @@
-"""Kasmina: the body. Hosts, blueprints, slots, the lifecycle, and the population that runs them as one program."""
+"""Kasmina: the body. Hosts, blueprints, slots, the lifecycle, and the population that runs them as one."""
 
+from esper.kasmina.blending import GrownNetwork
 from esper.kasmina.blueprints import (
     BLUEPRINTS,
     Blueprint,
@@ -11,29 +12,12 @@ from esper.kasmina.blueprints import (
 from esper.kasmina.devices import check_device
 from esper.kasmina.hosts import HOSTS, Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle
-from esper.kasmina.network import GrownNetwork
 from esper.kasmina.objectives import OBJECTIVES, Objective, find_objective
 from esper.kasmina.optim import OptimConfig
 from esper.kasmina.population import INCUBATION, Population, PopulationConfig
 
 __all__ = [
-    "BLUEPRINTS",
-    "HOSTS",
-    "INCUBATION",
-    "OBJECTIVES",
-    "Blueprint",
-    "GrownNetwork",
-    "Host",
-    "Impairments",
-    "Lifecycle",
-    "Objective",
-    "OptimConfig",
-    "Population",
-    "PopulationConfig",
-    "SeedKind",
-    "blueprints_for",
-    "check_device",
-    "find_blueprint",
-    "find_objective",
-    "register_blueprint",
+    "BLUEPRINTS", "HOSTS", "INCUBATION", "OBJECTIVES", "Blueprint", "GrownNetwork", "Host", "Impairments",
+    "Lifecycle", "Objective", "OptimConfig", "Population", "PopulationConfig", "SeedKind", "blueprints_for",
+    "check_device", "find_blueprint", "find_objective", "register_blueprint",
 ]

@@ -30,7 +30,7 @@ def curve_value(curve: AlphaCurve, t: float) -> float:
 LONGEST_RAMP = max(*TEMPOS, *ALPHA_SPEEDS)
 # A table, because a transcendental function may differ in its last bit between devices.
 CURVES = torch.tensor([[[curve_value(curve, min(k / max(length, 1), 1.0)) for k in range(LONGEST_RAMP + 1)]
-                        for length in range(LONGEST_RAMP + 1)] for curve in AlphaCurve])  # [curves, length, k]
+                        for length in range(LONGEST_RAMP + 1)] for curve in AlphaCurve])  # [curve, length, k]
 
 
 @dataclass
@@ -40,17 +40,17 @@ class SlotRows:
     groups: list[Tensor]  # [G] each, distinct rows
     padding: list[int]  # further copies each group runs with, so that shapes recur from epoch to epoch
     special: Tensor  # rows that are not plain sums: first those whose style is MULTIPLY, then the gated ones
-    products: int
-    """How many of the special rows are products."""
+    products: int  # how many of the special rows are products
     total: int
 
     def __post_init__(self) -> None:
         order = torch.cat(self.groups) if self.groups else self.special
         self.covered = len(order) == self.total
-        # Position of each row among the concatenated groups; rows of no group read a row of zeros behind them.
+        # Position of each row among the concatenated groups; rows of no group read a row of zeros behind.
         self.inverse = torch.full((self.total,), len(order), device=order.device)
         self.inverse[order] = torch.arange(len(order), device=order.device)
-        self._parts = [torch.cat([rows, rows[:1].expand(extra)]) for rows, extra in zip(self.groups, self.padding, strict=True)]
+        self._parts = [torch.cat([rows, rows[:1].expand(extra)])
+                       for rows, extra in zip(self.groups, self.padding, strict=True)]
         self.padded = torch.cat(self._parts) if self._parts else order
         self.sizes = [len(rows) for rows in self._parts]
 
@@ -61,8 +61,8 @@ class SlotRows:
 
     def divide(self, special: Tensor) -> tuple[Tensor, Tensor]:
         """(products, gated ones) as views of the special rows."""
-        dim = row_dim(special)
-        return special.narrow(dim, 0, self.products), special.narrow(dim, self.products, len(self.special) - self.products)
+        products, gated = special.split([self.products, len(self.special) - self.products], row_dim(special))
+        return products, gated
 
     def scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The groups' rows at their places, zeros elsewhere; what padding computed is dropped."""
@@ -76,19 +76,13 @@ class SlotRows:
             for rows, part in zip(self.groups, parts, strict=True):
                 out.index_copy_(dim, rows, part)
             return out
-        shape[dim] = 0 if self.covered else 1
-        return torch.cat([*parts, parts[0].new_zeros(shape)], dim).index_select(dim, self.inverse)  # index_copy_ is slower
-
-    def scatter_whole(self, whole: Tensor) -> Tensor:
-        """As `scatter`, for vectors of all groups in one tensor."""
-        return self.scatter(whole.split(self.sizes) if whole.is_cuda or any(self.padding) else [whole])
+        shape[dim] = 0 if self.covered else 1  # `index_copy_` is slower on the CPU
+        return torch.cat([*parts, parts[0].new_zeros(shape)], dim).index_select(dim, self.inverse)
 
 
 class Gather(torch.autograd.Function):
-    """h -> one tensor per group of rows. Backward copies rows; `index_select` would add them, atomically on CUDA.
-
-    With an `opening`, (shape, eps) of a layer norm that all groups begin with, what they get is normalised: once for all of them.
-    """
+    """h -> one tensor per group of rows. Backward copies; `index_select` would add, atomically on CUDA. With
+    an `opening`, the layer norm that all groups begin with, what they get is normalised, once for all."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, rows: SlotRows, opening: Opening | None) -> tuple[Tensor, ...]:
@@ -106,24 +100,24 @@ class Gather(torch.autograd.Function):
         if ctx.opening is None:
             return rows.scatter(grads), None, None
         whole, mean, deviation = ctx.saved_tensors
-        backward = torch.ops.aten.native_layer_norm_backward
-        grad, _, _ = backward(torch.cat(grads), whole, ctx.opening[0], mean, deviation, None, None, [True, False, False])
-        return rows.scatter_whole(grad), None, None
+        grad, _, _ = torch.ops.aten.native_layer_norm_backward(
+            torch.cat(grads), whole, ctx.opening[0], mean, deviation, None, None, [True, False, False])
+        split = grad.is_cuda or any(rows.padding)
+        return rows.scatter(grad.split(rows.sizes) if split else [grad]), None, None
 
 
 class Blend(torch.autograd.Function):
     """h + alpha * d(h, s) for the rows of every group; other rows pass through untouched.
 
-    d is s, or h * tanh(s) for products, or g * s for gated rows, where the gate g in (0, 1) is one number per row and
-    sample, from h's channel means and `gate_weights` [gated, C + 1]. `outputs` are the groups' s.
+    d is s, or h * tanh(s) for products, or g * s for gated rows, where the gate g in (0, 1) is one number per
+    row and sample, from h's channel means and `gate_weights` [gated, C + 1]. `outputs` are the groups' s.
     Written by hand because plain autograd would pass over h four more times.
     """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, alpha: Tensor, rows: SlotRows, gate_weights: Tensor, *outputs: Tensor) -> Tensor:
-        dim = row_dim(h)
-        delta = rows.scatter(outputs)
-        strength = _spread(_leading(alpha, h), h)
+    def forward(ctx: Any, h: Tensor, alpha: Tensor, rows: SlotRows, gate_weights: Tensor,
+                *outputs: Tensor) -> Tensor:
+        dim, delta, strength = row_dim(h), rows.scatter(outputs), _spread(_leading(alpha, h), h)
         saved = [strength]
         if len(rows.special):
             special, inputs = delta.index_select(dim, rows.special), h.index_select(dim, rows.special)
@@ -167,7 +161,7 @@ class Blend(torch.autograd.Function):
 
 
 class StraightThrough(torch.autograd.Function):
-    """Returns h itself and sends its gradient to the ghost as well: no arithmetic touches h, so no NaN can."""
+    """Returns h itself and sends its gradient to the ghost too: no arithmetic touches h, so no NaN can."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, ghost: Tensor) -> Tensor:
@@ -196,7 +190,8 @@ class Graft(nn.Module):
         """`gate` [C + 1]: weights and bias of the gate, used where the style has one."""
         super().__init__()
         self.seed, self.style = seed, style
-        self.register_buffer("alpha", torch.tensor(alpha, dtype=gate.dtype))  # a state dict without it would be another network
+        # A buffer: a state dict without it would be another network.
+        self.register_buffer("alpha", torch.tensor(alpha, dtype=gate.dtype))
         self.gate = None
         if style is Style.GATE:
             self.gate = nn.utils.skip_init(nn.Linear, len(gate) - 1, 1, dtype=gate.dtype)
@@ -215,3 +210,17 @@ class Graft(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         return h + self.alpha * self.delta(h)
+
+
+class GrownNetwork(nn.Module):
+    """A row as a plain module: stages and the seeds that grew after them, `nn.Identity` where none lives."""
+
+    def __init__(self, stages: nn.ModuleList, grafts: nn.ModuleList, head: nn.Module) -> None:
+        super().__init__()
+        self.stages, self.grafts, self.head = stages, grafts, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage, graft in zip(self.stages, self.grafts, strict=True):
+            x = graft(stage(x))
+        out: Tensor = self.head(x)
+        return out

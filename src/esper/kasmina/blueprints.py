@@ -1,8 +1,8 @@
 """Blueprints: the modules a seed can be. Each is a plain `nn.Module` that starts as the zero function.
 
-The last linear map of every built-in blueprint is zero at birth and sits behind the last norm: a zero map in front of
-a norm would be amplified by 1/sqrt(eps) on its first step. A norm right in front of a linear map has no weights of its
-own: the map would absorb them.
+The last linear map of every built-in blueprint is zero at birth and sits behind the last norm: a zero map in
+front of a norm would be amplified by 1/sqrt(eps) on its first step. A norm right in front of a linear map has
+no weights of its own: the map would absorb them.
 """
 
 import functools
@@ -15,19 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper.kasmina import lift
 from esper.kasmina.hosts import HOSTS
-from esper.kasmina.lift import (
-    Layout,
-    Modulate,
-    Nothing,
-    Scaled,
-    Weights,
-    draw_rows,
-    initial_range,
-    lifted,
-    lifted_rest,
-    opening,
-)
+from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights
 from esper.leyline import Cost, EsperError, SlotShape
 from esper.leyline.keys import seeded
 
@@ -47,7 +37,7 @@ class SeedKind(IntEnum):
 
 @dataclass(frozen=True)
 class Blueprint:
-    """One row of the registry: how to build the module for a slot's shape, and what a controller may know of it."""
+    """One row of the registry: how to build a module for a slot's shape, and what a controller knows."""
 
     name: str
     build: Callable[[SlotShape], nn.Module]
@@ -64,37 +54,35 @@ class Blueprint:
 
 
 class Prototype:
-    """A blueprint at one slot shape: template, layout, exact cost, descriptor, and the program for G copies."""
+    """A blueprint at one slot shape: template, layout, cost, descriptor, and the program for G copies."""
 
     def __init__(self, blueprint: Blueprint, shape: SlotShape) -> None:
         self.blueprint, self.shape = blueprint, shape
-        with seeded(0):
-            self.template = blueprint.build(shape)
+        self.template = self._built(0)
         _refuse_unliftable(blueprint.name, self.template, shape)
         self.layout = Layout(self.template)
-        self.range = None if blueprint.draws_own_weights else initial_range(self.template)
-        self.opening = None if shape.extent else opening(self.template)
+        self.range = None if blueprint.draws_own_weights else lift.initial_range(self.template)
+        self.opening = None if shape.extent else lift.opening(self.template)
 
     def __call__(self, weights: Weights, x: Tensor, opened: bool = False) -> Tensor:
         """Outputs of G seeds for x in lifted layout; `opened` x went through their opening already."""
-        return lifted_rest(self.template, weights, x) if opened else lifted(self.template, weights, x)
+        return (lift.lifted_rest if opened else lift.lifted)(self.template, weights, x)
 
     def fresh(self, keys: Tensor) -> Tensor:
         """float32 [R, P]: newborn weights, a function of the keys [R] alone."""
         if self.range is not None:
-            return draw_rows(self.range, keys)
-        return torch.stack([self._constructed(int(key)) for key in keys.tolist()]).to(keys.device)
-
-    def _constructed(self, key: int) -> Tensor:
-        with seeded(key):
-            return self.layout.flatten(self.blueprint.build(self.shape))
+            return lift.draw_rows(self.range, keys)
+        return torch.stack([self.layout.flatten(self._built(key)) for key in keys.tolist()]).to(keys.device)
 
     def plain(self, row: Tensor) -> nn.Module:
         """A plain module with the weights of one flat row [P]."""
-        with seeded(0):
-            module = self.blueprint.build(self.shape).to(row.dtype)
+        module = self._built(0).to(row.dtype)
         self.layout.load(module, row)
         return module
+
+    def _built(self, key: int) -> nn.Module:
+        with seeded(key):
+            return self.blueprint.build(self.shape)
 
     @property
     def gate_size(self) -> int:
@@ -109,7 +97,7 @@ class Prototype:
 
     @functools.cached_property
     def descriptor(self) -> tuple[float, ...]:
-        """Numbers a controller can read: kind as flags, log cost per channel, share of the extent that one output sees."""
+        """For a controller: kind as flags, log cost per channel, share of the extent that one output sees."""
         flags = [float(self.blueprint.kind == kind) for kind in SeedKind]
         extent = max(self.shape.extent, default=1)
         reach = (self.blueprint.reach or extent) / extent
@@ -118,99 +106,85 @@ class Prototype:
 
 
 def _refuse_unliftable(name: str, module: nn.Module, shape: SlotShape) -> None:
-    if any(True for _ in module.buffers()):
-        raise EsperError(f"blueprint {name!r} keeps buffers (running statistics?); use layers without any")
-    if any(isinstance(child, nn.modules.dropout._DropoutNd) for child in module.modules()):
-        raise EsperError(f"blueprint {name!r} uses dropout, whose noise is not keyed; leave it out")
-    if len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.parameters())):
-        raise EsperError(f"blueprint {name!r} uses one parameter under two names; give each layer its own")
-    if any(not parameter.requires_grad for parameter in module.parameters()):
-        raise EsperError(f"blueprint {name!r} has frozen parameters; make them constants of its forward instead")
-    if any(getattr(child, "inplace", False) for child in module.modules()):
-        raise EsperError(f"blueprint {name!r} works in place, which would overwrite its host; use inplace=False")
+    layers, parameters = list(module.modules()), list(module.parameters())
+    for wrong, why in (
+        (list(module.buffers()), "keeps buffers (running statistics?); use layers without any"),
+        (any(isinstance(layer, nn.modules.dropout._DropoutNd) for layer in layers),
+         "uses dropout, whose noise is not keyed; leave it out"),
+        (len(list(module.named_parameters(remove_duplicate=False))) != len(parameters),
+         "uses one parameter under two names; give each layer its own"),
+        (any(not parameter.requires_grad for parameter in parameters),
+         "has frozen parameters; make them constants of its forward instead"),
+        (any(getattr(layer, "inplace", False) for layer in layers),
+         "works in place, which would overwrite its host; use inplace=False"),
+    ):
+        if wrong:
+            raise EsperError(f"blueprint {name!r} {why}")
     x = torch.zeros(2, shape.channels, *shape.extent)
     with torch.no_grad():
         out = (module.body if isinstance(module, Scaled) else module)(x)
     if not isinstance(out, Tensor):
-        raise EsperError(f"blueprint {name!r} returns a {type(out).__name__}; a seed returns one tensor of its input's shape")
+        raise EsperError(f"blueprint {name!r} returns a {type(out).__name__}; "
+                         "a seed returns one tensor of its input's shape")
     if out.shape != x.shape:
-        raise EsperError(f"blueprint {name!r} turns {list(x.shape)} into {list(out.shape)}; a seed must keep its input's shape")
+        raise EsperError(f"blueprint {name!r} turns {list(x.shape)} into {list(out.shape)}; "
+                         "a seed must keep its input's shape")
 
 
-def _zero(layer: nn.Conv1d | nn.Conv2d | nn.Linear | nn.GroupNorm | nn.LayerNorm) -> nn.Module:
+def _zero(layer: nn.Module) -> nn.Module:
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
 
 
-def _conv(shape: SlotShape, inputs: int, outputs: int, taps: int = 1, groups: int = 1) -> nn.Conv1d | nn.Conv2d:
+def _conv(shape: SlotShape, inputs: int, outputs: int, taps: int = 1, groups: int = 1) -> nn.Module:
     conv = nn.Conv1d if len(shape.extent) == 1 else nn.Conv2d
     return conv(inputs, outputs, taps, padding=taps // 2, groups=groups)
 
 
-def _plain_norm(channels: int) -> nn.GroupNorm:
+def _norm(channels: int) -> nn.Module:
     return nn.GroupNorm(1, channels, affine=False)
 
 
-def _conv_norm(shape: SlotShape) -> nn.Module:
-    return _zero(nn.GroupNorm(1, shape.channels))
-
-
-def _conv_attention(shape: SlotShape) -> nn.Module:
+def _attention(shape: SlotShape) -> nn.Module:
     c, squeezed = shape.channels, max(2, shape.channels // 4)
     pool = nn.AdaptiveAvgPool1d(1) if len(shape.extent) == 1 else nn.AdaptiveAvgPool2d(1)
-    return Modulate(nn.Sequential(pool, _conv(shape, c, squeezed), nn.SiLU(), _zero(_conv(shape, squeezed, c)), nn.Tanh()))
+    narrow, wide = _conv(shape, c, squeezed), _zero(_conv(shape, squeezed, c))
+    return Modulate(nn.Sequential(pool, narrow, nn.SiLU(), wide, nn.Tanh()))
 
 
 def _depthwise(shape: SlotShape) -> nn.Module:
     c = shape.channels
-    return nn.Sequential(_plain_norm(c), _conv(shape, c, c, 3, groups=c), nn.ReLU(), _zero(_conv(shape, c, c)))
+    return nn.Sequential(_norm(c), _conv(shape, c, c, 3, groups=c), nn.ReLU(), _zero(_conv(shape, c, c)))
 
 
 def _bottleneck(shape: SlotShape) -> nn.Module:
     c, inner = shape.channels, max(4, shape.channels // 4)
-    return nn.Sequential(_plain_norm(c), _conv(shape, c, inner), nn.ReLU(), _conv(shape, inner, inner, 3), nn.ReLU(),
-                         _zero(_conv(shape, inner, c)))
+    return nn.Sequential(_norm(c), _conv(shape, c, inner), nn.ReLU(), _conv(shape, inner, inner, 3),
+                         nn.ReLU(), _zero(_conv(shape, inner, c)))
 
 
-def _conv_small(shape: SlotShape) -> nn.Module:
-    return nn.Sequential(nn.GroupNorm(1, shape.channels), nn.ReLU(), _zero(_conv(shape, shape.channels, shape.channels)))
-
-
-def _conv_light(shape: SlotShape) -> nn.Module:
-    return nn.Sequential(nn.GroupNorm(1, shape.channels), nn.ReLU(), _zero(_conv(shape, shape.channels, shape.channels, 3)))
-
-
-def _conv_heavy(shape: SlotShape) -> nn.Module:
+def _conv_once(shape: SlotShape, taps: int) -> nn.Module:
     c = shape.channels
-    return nn.Sequential(nn.GroupNorm(1, c), nn.ReLU(), _conv(shape, c, c, 3), nn.GroupNorm(1, c), nn.ReLU(),
-                         _zero(_conv(shape, c, c, 3)))
+    return nn.Sequential(nn.GroupNorm(1, c), nn.ReLU(), _zero(_conv(shape, c, c, taps)))
+
+
+def _conv_twice(shape: SlotShape) -> nn.Module:
+    first, last = (nn.GroupNorm(1, shape.channels), nn.ReLU()), _conv_once(shape, 3).children()
+    return nn.Sequential(*first, _conv(shape, shape.channels, shape.channels, 3), *last)
 
 
 def _mixer(shape: SlotShape) -> nn.Module:
     length, inner = shape.extent[0], max(4, shape.extent[0] // 2)
     mix, unmix = nn.Linear(length, inner), _zero(nn.Linear(inner, length))
-    return nn.Sequential(_plain_norm(shape.channels), mix, nn.ReLU(), unmix)
+    return nn.Sequential(_norm(shape.channels), mix, nn.ReLU(), unmix)
 
 
-def _dense_norm(shape: SlotShape) -> nn.Module:
-    return _zero(nn.LayerNorm(shape.channels))
-
-
-def _low_rank(shape: SlotShape) -> nn.Module:
-    c, rank = shape.channels, max(2, shape.channels // 8)
-    return nn.Sequential(nn.LayerNorm(c, elementwise_affine=False), nn.Linear(c, rank, bias=False), _zero(nn.Linear(rank, c)))
-
-
-def _glu(shape: SlotShape) -> nn.Module:
-    c, inner = shape.channels, max(2, shape.channels // 2)
-    norm = nn.LayerNorm(c, elementwise_affine=False)
-    return nn.Sequential(norm, nn.Linear(c, 2 * inner), nn.GLU(dim=1), _zero(nn.Linear(inner, c)))
-
-
-def _mlp(shape: SlotShape, inner: int) -> nn.Module:
+def _dense(shape: SlotShape, inner: int, *between: nn.Module, bias: bool = True, fold: int = 1) -> nn.Module:
+    """In through `fold` times as many numbers as go out, with something in between."""
     c = shape.channels
-    return nn.Sequential(nn.LayerNorm(c, elementwise_affine=False), nn.Linear(c, inner), nn.ReLU(), _zero(nn.Linear(inner, c)))
+    norm = nn.LayerNorm(c, elementwise_affine=False)
+    return nn.Sequential(norm, nn.Linear(c, fold * inner, bias), *between, _zero(nn.Linear(inner, c)))
 
 
 BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}
@@ -223,14 +197,16 @@ def blueprints_for(kind: str) -> tuple[str, ...]:
 
 def find_blueprint(kind: str, name: str) -> Blueprint:
     if (kind, name) not in BLUEPRINTS:
-        raise EsperError(f"no blueprint {name!r} for {kind} hosts; there are {', '.join(blueprints_for(kind))}")
+        known = ", ".join(blueprints_for(kind))
+        raise EsperError(f"no blueprint {name!r} for {kind} hosts; there are {known}")
     return BLUEPRINTS[kind, name]
 
 
 def _register(blueprint: Blueprint) -> Blueprint:
     for host in blueprint.hosts:
         if host not in HOST_KINDS:
-            raise EsperError(f"no host kind {host!r} for blueprint {blueprint.name!r}; choose from {', '.join(HOST_KINDS)}")
+            raise EsperError(f"no host kind {host!r} for blueprint {blueprint.name!r}; "
+                             f"choose from {', '.join(HOST_KINDS)}")
         if (host, blueprint.name) in BLUEPRINTS:
             raise EsperError(f"{host} hosts already have a blueprint {blueprint.name!r}; choose another name")
     BLUEPRINTS.update({(host, blueprint.name): blueprint for host in blueprint.hosts})
@@ -241,8 +217,8 @@ def register_blueprint(name: str, build: Callable[[int], nn.Module], hosts: tupl
                        reach: int = 1) -> Blueprint:
     """Add your own seed: `build(channels)` returns a plain module that keeps its input's shape.
 
-    It is wrapped in a per-channel scale that is zero at birth, so any module starts without disturbing its host, and it
-    is initialised by its own constructor.
+    It is wrapped in a per-channel scale that is zero at birth, so any module starts without disturbing its
+    host, and it is initialised by its own constructor.
     """
     def scaled(shape: SlotShape) -> nn.Module:
         return Scaled(build(shape.channels), shape.channels)
@@ -253,18 +229,19 @@ def register_blueprint(name: str, build: Callable[[int], nn.Module], hosts: tupl
 
 for _row in (
     Blueprint("noop", lambda shape: Nothing(), HOST_KINDS, SeedKind.NOTHING),
-    Blueprint("norm", _conv_norm, CONV_KINDS, SeedKind.NORM, reach=0),
-    Blueprint("attention", _conv_attention, CONV_KINDS, SeedKind.ATTENTION, reach=0),
+    Blueprint("norm", lambda s: _zero(nn.GroupNorm(1, s.channels)), CONV_KINDS, SeedKind.NORM, reach=0),
+    Blueprint("attention", _attention, CONV_KINDS, SeedKind.ATTENTION, reach=0),
     Blueprint("depthwise", _depthwise, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
     Blueprint("bottleneck", _bottleneck, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
-    Blueprint("conv_small", _conv_small, CONV_KINDS, SeedKind.CONVOLUTION),
-    Blueprint("conv_light", _conv_light, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
-    Blueprint("conv_heavy", _conv_heavy, CONV_KINDS, SeedKind.CONVOLUTION, reach=5),
+    Blueprint("conv_small", lambda s: _conv_once(s, 1), CONV_KINDS, SeedKind.CONVOLUTION),
+    Blueprint("conv_light", lambda s: _conv_once(s, 3), CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
+    Blueprint("conv_heavy", _conv_twice, CONV_KINDS, SeedKind.CONVOLUTION, reach=5),
     Blueprint("mixer", _mixer, ("conv1d",), SeedKind.MIXER, reach=0),
-    Blueprint("norm", _dense_norm, ("mlp",), SeedKind.NORM, reach=0),
-    Blueprint("low_rank", _low_rank, ("mlp",), SeedKind.DENSE),
-    Blueprint("glu", _glu, ("mlp",), SeedKind.DENSE),
-    Blueprint("mlp_small", lambda shape: _mlp(shape, max(2, shape.channels // 2)), ("mlp",), SeedKind.DENSE),
-    Blueprint("mlp_heavy", lambda shape: _mlp(shape, 2 * shape.channels), ("mlp",), SeedKind.DENSE),
+    Blueprint("norm", lambda s: _zero(nn.LayerNorm(s.channels)), ("mlp",), SeedKind.NORM, reach=0),
+    Blueprint("low_rank", lambda s: _dense(s, max(2, s.channels // 8), bias=False), ("mlp",), SeedKind.DENSE),
+    Blueprint("glu", lambda s: _dense(s, max(2, s.channels // 2), nn.GLU(1), fold=2), ("mlp",),
+              SeedKind.DENSE),
+    Blueprint("mlp_small", lambda s: _dense(s, max(2, s.channels // 2), nn.ReLU()), ("mlp",), SeedKind.DENSE),
+    Blueprint("mlp_heavy", lambda s: _dense(s, 2 * s.channels, nn.ReLU()), ("mlp",), SeedKind.DENSE),
 ):
     _register(_row)

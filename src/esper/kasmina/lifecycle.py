@@ -1,58 +1,26 @@
 """The lifecycle of every seed of a population, as tensors [N, S] moved by one transition table.
 
-Clock: `begin_epoch` checks and applies one action per row and steps every ramp, so that alpha in the k-th epoch of a
-ramp is curve(k / length) for training and evaluation alike; `end_epoch` makes the moves that time brings. The state is
-tiny and lives on the CPU: decisions never wait for the accelerator, and every device sees the same bits.
+Clock: `begin_epoch` checks and applies one action per row and steps every ramp, so that alpha in the k-th
+epoch of a ramp is curve(k / length) for training and evaluation alike; `end_epoch` makes the moves of time.
+The state is tiny and lives on the CPU: decisions wait for no accelerator, every device sees the same bits.
 """
 
+import typing
 from collections import deque
 from collections.abc import Iterator
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.blending import CURVES
-from esper.leyline import (
-    ALPHA_SPEEDS,
-    ALPHA_TARGETS,
-    TEMPOS,
-    TRANSITIONS,
-    ActionSpec,
-    AlphaCurve,
-    Contribution,
-    EsperError,
-    GateConfig,
-    Head,
-    InvalidStateMachineError,
-    LifecycleOp,
-    SeedStage,
-    Style,
-    Transition,
-)
-
-FIELDS: dict[str, tuple[torch.dtype, int]] = {
-    "stage": (torch.int64, SeedStage.DORMANT),
-    "dwell": (torch.int64, 0),  # epochs completed in the stage
-    "blueprint": (torch.int64, -1),
-    "style": (torch.int64, Style.ADD),
-    "tempo": (torch.int64, 0),  # epochs of the first ramp
-    "target": (torch.float32, 0),  # where the ramp is going, and the alpha a preview uses
-    "alpha": (torch.float32, 0),
-    "ramp_from": (torch.float32, 0),
-    "ramp_length": (torch.int64, 0),
-    "ramp_at": (torch.int64, 0),
-    "curve": (torch.int64, AlphaCurve.LINEAR),
-    "fading": (torch.bool, False),  # on the way to PRUNED
-    "germinations": (torch.int64, 0),
-    "healthy": (torch.bool, False),  # gradients of the last epoch were measured and finite
-    "broken": (torch.bool, False),  # a gradient of this epoch was not
-    "contribution": (torch.float32, 0),
-    "contribution_known": (torch.bool, False),
-}
-"""Every field of the state with its dtype and its value in an empty slot; `germinations` survives a prune."""
+from esper.leyline import ActionSpec, AlphaCurve, Contribution, EsperError, Head, LifecycleOp, Style
+from esper.leyline.actions import ALPHA_SPEEDS, ALPHA_TARGETS, TEMPOS
+from esper.leyline.errors import InvalidStateMachineError
+from esper.leyline.records import Transition
+from esper.leyline.stages import TRANSITIONS, GateConfig, SeedStage
 
 _LEGAL = torch.tensor([[target in TRANSITIONS[source] for target in SeedStage] for source in SeedStage])
-_FLAT = {name: spec for name, spec in FIELDS.items() if name not in ("stage", "dwell", "germinations")}
 
 
 def expand_actions(spec: ActionSpec, actions: Tensor) -> Tensor:
@@ -62,11 +30,11 @@ def expand_actions(spec: ActionSpec, actions: Tensor) -> Tensor:
                          "as torch.tensor([spec.action(...), ...])")
     actions = actions.cpu()
     if actions.shape[1:] != (len(spec.heads),):
-        raise EsperError(f"actions have shape {list(actions.shape)}; expected [N, {len(spec.heads)}] for heads "
-                         f"{', '.join(h.name.lower() for h in spec.heads)}")
+        raise EsperError(f"actions have shape {list(actions.shape)}; expected [N, {len(spec.heads)}] for "
+                         f"heads {', '.join(h.name.lower() for h in spec.heads)}")
     op = actions[:, spec.heads.index(Head.OP)]
-    if bool(((op < 0) | (op >= len(spec.ops))).any()):
-        row = int(((op < 0) | (op >= len(spec.ops))).nonzero()[0])
+    if len(wrong := ((op < 0) | (op >= len(spec.ops))).nonzero()):
+        row = int(wrong[0])
         raise InvalidStateMachineError(f"row {row}: op {int(op[row])} is outside 0..{len(spec.ops) - 1}")
     full = torch.tensor([spec.defaults[head] for head in Head]).repeat(len(actions), 1)
     for column, head in enumerate(spec.heads):
@@ -75,29 +43,29 @@ def expand_actions(spec: ActionSpec, actions: Tensor) -> Tensor:
 
 
 class Lifecycle:
-    """Stages, alphas, ramps and gates of N rows with S slots."""
+    """Stages, alphas, ramps and gates of N rows with S slots: fields [N, S], each with its dtype and its
+    value in an empty slot; `germinations` survives a prune."""
 
-    stage: Tensor
-    dwell: Tensor
-    blueprint: Tensor
-    style: Tensor
-    tempo: Tensor
-    target: Tensor
-    alpha: Tensor
-    ramp_from: Tensor
-    ramp_length: Tensor
-    ramp_at: Tensor
-    curve: Tensor
-    fading: Tensor
-    germinations: Tensor
-    healthy: Tensor
-    broken: Tensor
-    contribution: Tensor
-    contribution_known: Tensor
+    stage: Annotated[Tensor, torch.int64, SeedStage.DORMANT]
+    dwell: Annotated[Tensor, torch.int64, 0]  # epochs completed in the stage
+    blueprint: Annotated[Tensor, torch.int64, -1]
+    style: Annotated[Tensor, torch.int64, Style.ADD]
+    tempo: Annotated[Tensor, torch.int64, 0]  # epochs of the first ramp
+    target: Annotated[Tensor, torch.float32, 0]  # where the ramp is going, and the alpha a preview uses
+    alpha: Annotated[Tensor, torch.float32, 0]
+    ramp_from: Annotated[Tensor, torch.float32, 0]
+    ramp_length: Annotated[Tensor, torch.int64, 0]
+    ramp_at: Annotated[Tensor, torch.int64, 0]
+    curve: Annotated[Tensor, torch.int64, AlphaCurve.LINEAR]
+    fading: Annotated[Tensor, torch.bool, False]  # on the way to PRUNED
+    germinations: Annotated[Tensor, torch.int64, 0]
+    healthy: Annotated[Tensor, torch.bool, False]  # gradients of the last epoch were measured and finite
+    broken: Annotated[Tensor, torch.bool, False]  # a gradient of this epoch was not
+    contribution: Annotated[Tensor, torch.float32, 0]
+    contribution_known: Annotated[Tensor, torch.bool, False]
 
     def __init__(self, rows: int, spec: ActionSpec, gates: GateConfig) -> None:
-        self.rows, self.spec, self.gates = rows, spec, gates
-        self.epoch = 0
+        self.rows, self.spec, self.gates, self.epoch = rows, spec, gates, 0
         self.open = False  # between begin_epoch and end_epoch
         self._moves: deque[Tensor] = deque(maxlen=10_000)  # [k, 5] each: epoch, row, slot, source, target
         for name, (dtype, value) in FIELDS.items():
@@ -113,24 +81,23 @@ class Lifecycle:
 
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor,
                 stage: SeedStage = SeedStage.HOLDING) -> None:
-        """Fill empty slots of these rows with seeds that already hold their alpha; each tensor [R, S], blueprint -1 is none.
-
-        A starting state, not a move: no transition is recorded.
-        """
-        shape = (len(rows), self.spec.slots)
+        """Fill empty slots of these rows with seeds that already hold their alpha; each tensor [R, S],
+        blueprint -1 is none. A starting state, not a move: no transition is recorded."""
+        shape, kinds, planted = [len(rows), self.spec.slots], len(self.spec.blueprints), blueprint >= 0
         if {t.shape for t in (blueprint, style, alpha)} != {torch.Size(shape)}:
-            raise EsperError(f"a topology for {len(rows)} rows needs blueprint, style and alpha of shape {list(shape)}")
-        if bool(((blueprint < -1) | (blueprint >= len(self.spec.blueprints)) | (style < 0) | (style >= len(Style))).any()):
-            raise EsperError(f"blueprints are -1..{len(self.spec.blueprints) - 1} and styles 0..{len(Style) - 1}")
-        if bool(((alpha <= 0) | (alpha > 1))[blueprint >= 0].any()):
+            raise EsperError(f"a topology for {len(rows)} rows needs blueprint, style and alpha "
+                             f"of shape {shape}")
+        if bool(((blueprint < -1) | (blueprint >= kinds) | (style < 0) | (style >= len(Style))).any()):
+            raise EsperError(f"blueprints are -1..{kinds - 1} and styles 0..{len(Style) - 1}")
+        if bool(((alpha <= 0) | (alpha > 1))[planted].any()):
             raise EsperError("an installed seed holds an alpha in (0, 1]")
         if bool((self.stage[rows] != SeedStage.DORMANT).any()):
-            raise InvalidStateMachineError("a topology can only be installed into rows with DORMANT slots; reset them first")
-        planted = blueprint >= 0
+            raise InvalidStateMachineError("a topology can only be installed into rows with DORMANT slots; "
+                                           "reset them first")
         values = {"stage": torch.where(planted, int(stage), int(SeedStage.DORMANT)), "blueprint": blueprint,
                   "style": torch.where(planted, style, 0), "alpha": torch.where(planted, alpha, 0.0),
-                  "target": torch.where(planted, alpha, 0.0), "germinations": self.germinations[rows] + planted,
-                  "dwell": torch.zeros_like(blueprint)}
+                  "target": torch.where(planted, alpha, 0.0), "dwell": torch.zeros_like(blueprint),
+                  "germinations": self.germinations[rows] + planted}
         for name, value in values.items():
             getattr(self, name)[rows] = value.to(FIELDS[name][0])
 
@@ -149,16 +116,17 @@ class Lifecycle:
 
     def drain_transitions(self) -> list[Transition]:
         """Every move since the last call, in order (the oldest are dropped if nobody asks for very long)."""
-        moves = list(self._moves)
+        moves = [move for batch in self._moves for move in batch.tolist()]
         self._moves.clear()
         return [Transition(epoch, row, slot, SeedStage(source), SeedStage(target))
-                for batch in moves for epoch, row, slot, source, target in batch.tolist()]
+                for epoch, row, slot, source, target in moves]
 
     def verdicts(self) -> Tensor:
-        """bool [N, S, ops]: what each slot's gate allows now. Missing evidence denies. WAIT is always allowed."""
-        training, blending, holding = (self.at(s) for s in (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING))
-        least = self.gates.min_contribution
-        proven = self.contribution_known if least is None else self.contribution_known & (self.contribution >= least)
+        """bool [N, S, ops]: what each slot's gate allows now. Missing evidence denies; WAIT always may be."""
+        stages = (SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING)
+        (training, blending, holding), proven = map(self.at, stages), self.contribution_known
+        if (least := self.gates.min_contribution) is not None:
+            proven = proven & (self.contribution >= least)
         allowed = {
             LifecycleOp.WAIT: torch.ones_like(training),
             LifecycleOp.GERMINATE: self.at(SeedStage.DORMANT),
@@ -170,7 +138,7 @@ class Lifecycle:
         return torch.stack([allowed[op] for op in LifecycleOp], dim=2)
 
     def free_targets(self) -> Tensor:
-        """bool [N, S, targets]: alphas that SET_ALPHA_TARGET may name. The one that is held would change nothing."""
+        """bool [N, S, targets]: alphas that SET_ALPHA_TARGET may name. The held one would change nothing."""
         same = torch.tensor(ALPHA_TARGETS) == self.alpha[..., None]
         return ~(same & self.at(SeedStage.HOLDING)[..., None])
 
@@ -179,28 +147,28 @@ class Lifecycle:
         if actions.shape != (self.rows, len(Head)):
             raise EsperError(f"actions have shape {list(actions.shape)}; expected [{self.rows}, {len(Head)}]")
         sizes = torch.tensor([self.spec.head_sizes[head] for head in Head])
-        if bool(((actions < 0) | (actions >= sizes)).any()):
-            row, head = ((actions < 0) | (actions >= sizes)).nonzero()[0].tolist()
-            raise InvalidStateMachineError(f"row {row}: {Head(head).name.lower()} {int(actions[row, head])} is outside "
-                                           f"0..{int(sizes[head]) - 1}")
-        op, slot = actions[:, Head.OP], actions[:, Head.SLOT]
-        every = torch.arange(self.rows)
+        if len(wrong := ((actions < 0) | (actions >= sizes)).nonzero()):
+            row, head = wrong[0].tolist()
+            raise InvalidStateMachineError(f"row {row}: {Head(head).name.lower()} {int(actions[row, head])} "
+                                           f"is outside 0..{int(sizes[head]) - 1}")
+        op, slot, every = actions[:, Head.OP], actions[:, Head.SLOT], torch.arange(self.rows)
         allowed = self.verdicts()[every, slot, op]
         retarget = op == LifecycleOp.SET_ALPHA_TARGET
         free = self.free_targets()[every, slot, actions[:, Head.ALPHA_TARGET]]
         restyled = actions[:, Head.STYLE] != self.style[every, slot]
         bad = ~allowed | (retarget & (~free | restyled))
         if bool(bad.any()):
-            self._refuse(int(bad.nonzero()[0]), actions, bool((allowed & retarget)[bad][0]))
+            row = int(bad.nonzero()[0])
+            self._refuse(row, LifecycleOp(int(op[row])), int(slot[row]), bool((allowed & retarget)[row]))
 
-    def _refuse(self, row: int, actions: Tensor, about_target: bool) -> None:
-        op, slot = LifecycleOp(int(actions[row, Head.OP])), int(actions[row, Head.SLOT])
-        stage = SeedStage(int(self.stage[row, slot])).name
+    def _refuse(self, row: int, op: LifecycleOp, slot: int, about_target: bool) -> None:
+        where, alpha, dwell = f"row {row}, slot {slot}", self.alpha[row, slot], int(self.dwell[row, slot])
         if about_target:
-            raise InvalidStateMachineError(f"row {row}, slot {slot}: SET_ALPHA_TARGET must keep the seed's style and name "
-                                           f"an alpha other than the one it holds ({float(self.alpha[row, slot]):.1f})")
-        raise InvalidStateMachineError(f"row {row}, slot {slot}: {op.name} is not allowed in {stage} after "
-                                       f"{int(self.dwell[row, slot])} epochs there; {_NEEDS[op].format(gates=self.gates)}")
+            raise InvalidStateMachineError(f"{where}: SET_ALPHA_TARGET must keep the seed's style and name "
+                                           f"an alpha other than the one it holds ({float(alpha):.1f})")
+        stage = SeedStage(int(self.stage[row, slot])).name
+        raise InvalidStateMachineError(f"{where}: {op.name} is not allowed in {stage} after {dwell} epochs "
+                                       f"there; {_NEEDS[op].format(gates=self.gates)}")
 
     def begin_epoch(self, actions: Tensor) -> None:
         """Apply one full action [N, heads] per row, then step every ramp."""
@@ -208,11 +176,13 @@ class Lifecycle:
             raise EsperError("this epoch has begun already; call end_epoch before the next begin_epoch")
         self.check(actions)
         self.open = True
-        ready = self.verdicts()[:, :, LifecycleOp.ADVANCE]
+        ready = self.verdicts()[:, :, LifecycleOp.ADVANCE] & self.spec.auto_advance
         at_slot = actions[:, Head.SLOT, None] == torch.arange(self.spec.slots)
         acted = {op: at_slot & (actions[:, Head.OP, None] == op) for op in LifecycleOp}
         self._germinate(acted[LifecycleOp.GERMINATE], actions)
-        self._advance(acted[LifecycleOp.ADVANCE] | (ready & ~acted[LifecycleOp.PRUNE] & self.spec.auto_advance))
+        advanced = acted[LifecycleOp.ADVANCE] | (ready & ~acted[LifecycleOp.PRUNE])
+        self._move(advanced, SeedStage.BLENDING)
+        self._start_ramp(advanced, self.target, self.tempo, torch.full_like(self.curve, AlphaCurve.LINEAR))
         self._retarget(acted[LifecycleOp.SET_ALPHA_TARGET], actions)
         self._prune(acted[LifecycleOp.PRUNE], actions)
         self._move(acted[LifecycleOp.FOSSILIZE], SeedStage.FOSSILIZED)
@@ -220,22 +190,19 @@ class Lifecycle:
         self.healthy, self.broken = torch.zeros_like(self.healthy), torch.zeros_like(self.broken)
 
     def record_gradients(self, rows: Tensor, slots: Tensor, finite: Tensor) -> None:
-        """Health of the seeds that were trained, [K] each; a seed that breaks once stays broken for the epoch."""
+        """Health of trained seeds, [K] each; a seed that breaks once stays broken for the epoch."""
         self.broken[rows, slots] |= ~finite
         self.healthy = self.planted & ~self.broken  # a seed without parameters has nothing that could break
 
     def _germinate(self, mask: Tensor, actions: Tensor) -> None:
         self._move(mask, SeedStage.GERMINATED)
-        for name, values in (("blueprint", actions[:, Head.BLUEPRINT]), ("style", actions[:, Head.STYLE]),
-                             ("tempo", torch.tensor(TEMPOS)[actions[:, Head.TEMPO]]),
-                             ("target", torch.tensor(ALPHA_TARGETS)[actions[:, Head.ALPHA_TARGET]])):
-            self._write(name, mask, values)
+        values = {"blueprint": actions[:, Head.BLUEPRINT], "style": actions[:, Head.STYLE],
+                  "tempo": torch.tensor(TEMPOS)[actions[:, Head.TEMPO]],
+                  "target": torch.tensor(ALPHA_TARGETS)[actions[:, Head.ALPHA_TARGET]]}
+        for name, value in values.items():
+            self._write(name, mask, value)
         self.germinations += mask
         self._move(mask, SeedStage.TRAINING)
-
-    def _advance(self, mask: Tensor) -> None:
-        self._move(mask, SeedStage.BLENDING)
-        self._start_ramp(mask, self.target, self.tempo, torch.full_like(self.curve, AlphaCurve.LINEAR))
 
     def _retarget(self, mask: Tensor, actions: Tensor) -> None:
         self._move(mask & self.at(SeedStage.HOLDING), SeedStage.BLENDING)
@@ -253,13 +220,14 @@ class Lifecycle:
         self._free(at_once)
 
     def _tempo_of(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        length = torch.tensor(ALPHA_SPEEDS)[actions[:, Head.ALPHA_SPEED]].clamp(min=1)  # at once: within one epoch
+        length = torch.tensor(ALPHA_SPEEDS)[actions[:, Head.ALPHA_SPEED]].clamp(min=1)  # 0: within one epoch
         return length[:, None].expand_as(self.stage), actions[:, Head.ALPHA_CURVE, None].expand_as(self.stage)
 
     def _start_ramp(self, mask: Tensor, target: Tensor, length: Tensor, curve: Tensor) -> None:
-        for name, values in (("ramp_from", self.alpha), ("target", target), ("ramp_length", length), ("curve", curve),
-                             ("ramp_at", torch.zeros_like(self.ramp_at))):
-            setattr(self, name, torch.where(mask, values, getattr(self, name)))
+        values = {"ramp_from": self.alpha, "target": target, "ramp_length": length, "curve": curve,
+                  "ramp_at": torch.zeros_like(self.ramp_at)}
+        for name, value in values.items():
+            self._write(name, mask, value)
 
     def _step_ramps(self) -> None:
         ramping = self.at(SeedStage.BLENDING)
@@ -270,33 +238,32 @@ class Lifecycle:
         self.alpha = torch.where(ramping, torch.where(arrived, self.target, moved), self.alpha)
 
     def end_epoch(self, contribution: Contribution | None = None) -> None:
-        """Record evidence, then the moves of time: ramps that arrived, and cool-downs. One move per slot and epoch."""
+        """Record evidence, then the moves of time: ramps that arrived, and cool-downs. One move per slot."""
         if not self.open:
             raise EsperError("no epoch has begun; call begin_epoch before end_epoch")
         known, value = torch.zeros_like(self.fading), self.contribution
         if contribution is not None:
             known, value = contribution.known.cpu(), contribution.value.cpu().to(torch.float32)
-        if known.shape != self.alpha.shape or value.shape != self.alpha.shape:
-            raise EsperError(f"contributions have shape {list(value.shape)}; expected {list(self.alpha.shape)}")
+        if not known.shape == value.shape == (shape := self.alpha.shape):
+            raise EsperError(f"contributions have shape {list(value.shape)}; expected {list(shape)}")
         self.open = False
         self.contribution_known = known & self.planted
         self.contribution = torch.where(self.contribution_known, value, 0.0)
         self.dwell += 1
         arrived = self.at(SeedStage.BLENDING) & (self.ramp_at >= self.ramp_length)
-        faded, reached = arrived & self.fading, arrived & ~self.fading
-        pruned, resetting = self.at(SeedStage.PRUNED), self.at(SeedStage.RESETTING)
-        cooled = self.at(SeedStage.EMBARGOED) & (self.dwell >= self.gates.embargo)
-        self._free(faded)
-        self._move(reached, SeedStage.HOLDING)
-        self._move(pruned, SeedStage.EMBARGOED)
-        self._move(cooled, SeedStage.RESETTING)
-        self._move(resetting, SeedStage.DORMANT)
+        moves = ((arrived & ~self.fading, SeedStage.HOLDING),
+                 (self.at(SeedStage.PRUNED), SeedStage.EMBARGOED),
+                 (self.at(SeedStage.EMBARGOED) & (self.dwell >= self.gates.embargo), SeedStage.RESETTING),
+                 (self.at(SeedStage.RESETTING), SeedStage.DORMANT))
+        self._free(arrived & self.fading)
+        for mask, target in moves:
+            self._move(mask, target)
         self.epoch += 1
 
     def _free(self, mask: Tensor) -> None:
         self._move(mask, SeedStage.PRUNED)
-        for name, (_, empty) in _FLAT.items():
-            self._write(name, mask, torch.tensor(empty))
+        for name in FIELDS.keys() - {"stage", "dwell", "germinations"}:
+            self._write(name, mask, torch.tensor(FIELDS[name][1]))
 
     def _write(self, name: str, mask: Tensor, values: Tensor) -> None:
         old = getattr(self, name)
@@ -310,20 +277,23 @@ class Lifecycle:
             return
         sources = self.stage[mask]
         if not bool(_LEGAL[sources, target].all()):
-            raise InvalidStateMachineError(f"{SeedStage(int(sources[~_LEGAL[sources, target]][0])).name} -> {target.name} "
-                                           f"is not an edge of the lifecycle")
+            source = SeedStage(int(sources[~_LEGAL[sources, target]][0]))
+            raise InvalidStateMachineError(f"{source.name} -> {target.name} is not an edge of the lifecycle")
         epoch, to = torch.full_like(sources, self.epoch), torch.full_like(sources, int(target))
         self._moves.append(torch.stack([epoch, where[:, 0], where[:, 1], sources, to], 1))
         self.stage = torch.where(mask, int(target), self.stage)
         self.dwell = torch.where(mask, 0, self.dwell)
 
 
+FIELDS: dict[str, tuple[torch.dtype, int]] = {
+    name: hint.__metadata__ for name, hint in typing.get_type_hints(Lifecycle, include_extras=True).items()}
 _NEEDS = {
     LifecycleOp.WAIT: "",
     LifecycleOp.GERMINATE: "it needs a DORMANT slot",
     LifecycleOp.SET_ALPHA_TARGET: "it needs a seed in BLENDING or HOLDING",
     LifecycleOp.PRUNE: "it needs a seed in TRAINING, BLENDING (not already fading) or HOLDING",
-    LifecycleOp.FOSSILIZE: "it needs HOLDING for {gates.min_holding} epochs and a contribution measured in the last one "
-                           "(least: {gates.min_contribution})",
-    LifecycleOp.ADVANCE: "it needs TRAINING for {gates.min_training} epochs with finite gradients measured in the last one",
+    LifecycleOp.FOSSILIZE: "it needs HOLDING for {gates.min_holding} epochs and a contribution measured in "
+                           "the last one (least: {gates.min_contribution})",
+    LifecycleOp.ADVANCE: "it needs TRAINING for {gates.min_training} epochs with finite gradients measured "
+                         "in the last one",
 }

@@ -1,11 +1,12 @@
 """From one module to many: run G copies of a plain `nn.Module`, each with its own weights, as one program.
 
 Legend: G copies, B batch, C channels, P parameters of one copy.
-Vectors travel as [G, B, C], everything with an extent as [B, G, C, *extent] (copies folded into channels: convolutions
-become grouped, norms get G times the groups). So the rank tells the layout: 3 is a vector. `LIFTED` is the table of
-layers with such a form; any other module, or a layer used in a way its rule declines, runs through `torch.func.vmap`.
+Vectors travel as [G, B, C], everything with an extent as [B, G, C, *extent] (copies folded into channels:
+convolutions become grouped, norms get G times the groups). So the rank tells the layout: 3 is a vector.
+`LIFTED` lists the layers with such a form; any other module, or a use its rule declines, runs through vmap.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ class Modulate(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Any module times a learned scale per channel that is zero at birth, so that it starts as the zero function."""
+    """Any module times a learned scale per channel, zero at birth: it starts as the zero function."""
 
     def __init__(self, body: nn.Module, channels: int) -> None:
         super().__init__()
@@ -69,26 +70,21 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     weight, bias = w[prefix + "weight"], w.get(prefix + "bias")
     plain = layer.groups == 1 and set(layer.stride) == {1} and set(layer.dilation) == {1}
     if x.is_cuda and plain and set(layer.kernel_size) == {1} and set(layer.padding) == {0}:
-        return _pointwise(x, weight, bias)
-    if x.is_cuda and plain and (torch.are_deterministic_algorithms_enabled() or (x.dim() == 4 and layer.in_channels > 1)):
+        # cuDNN's grouped 1x1 kernels are slower than a batched matrix product.
+        out = torch.matmul(weight.flatten(2), x.flatten(3)).unflatten(3, x.shape[3:])
+        return out if bias is None else out + per_row(bias, x)
+    if x.is_cuda and plain and (torch.are_deterministic_algorithms_enabled()
+                                or (x.dim() == 4 and layer.in_channels > 1)):
         # cuDNN's grouped 1-d kernels are slower than this. Its 2-d kernels are fast, but some put several
-        # groups into one tile, where a NaN of one row times the zeros between groups is a NaN for its neighbours.
+        # groups into one tile, where a NaN of one row times the zeros between groups spreads to neighbours.
         return _conv_as_matmul(x, weight, bias, layer.padding)
     if x.is_cuda and layer.groups == 1 and x.dim() == 5 and layer.in_channels % 4:
         # cuDNN runs odd channel counts one group at a time; a few channels of zeros make it faster.
-        extra = -layer.in_channels % 4
-        x, weight = F.pad(x, (0, 0, 0, 0, 0, extra)), F.pad(weight, (0, 0, 0, 0, 0, extra))
+        x, weight = (F.pad(t, (0, 0, 0, 0, 0, -layer.in_channels % 4)) for t in (x, weight))
     conv = F.conv1d if x.dim() == 4 else F.conv2d
-    groups = x.shape[1] * layer.groups
-    flat_bias = None if bias is None else bias.flatten()
-    out = conv(x.flatten(1, 2), weight.flatten(0, 1), flat_bias, layer.stride, layer.padding, layer.dilation, groups)
+    out = conv(x.flatten(1, 2), weight.flatten(0, 1), None if bias is None else bias.flatten(), layer.stride,
+               layer.padding, layer.dilation, x.shape[1] * layer.groups)
     return out.unflatten(1, (x.shape[1], -1))
-
-
-def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # cuDNN's grouped 1x1 kernels are slower than a batched matrix product.
-    out = torch.matmul(weight.flatten(2), x.flatten(3)).unflatten(3, x.shape[3:])
-    return out if bias is None else out + per_row(bias, x)
 
 
 def _conv_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:
@@ -96,18 +92,17 @@ def _conv_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tup
     taps = F.pad(x, [p for size in reversed(padding) for p in (size, size)])
     for dim, size in enumerate(weight.shape[3:], start=3):
         taps = taps.unfold(dim, size, 1)  # [B, G, C, *extent, *taps]
-    extent, around = taps.shape[3 : 3 + len(padding)], range(3, 3 + len(padding))
-    columns = taps.permute(1, 0, *around, 2, *range(3 + len(padding), taps.dim())).reshape(x.shape[1], -1, weight[0, 0].numel())
-    out: Tensor = RowLinear.apply(columns, weight.flatten(2), bias)  # [G, B * positions, O]
-    out = out.view(x.shape[1], x.shape[0], *extent, -1)
+    end = 3 + len(padding)
+    columns = taps.permute(1, 0, *range(3, end), 2, *range(end, taps.dim()))
+    flat = columns.reshape(x.shape[1], -1, weight[0, 0].numel())
+    out: Tensor = RowLinear.apply(flat, weight.flatten(2), bias)  # [G, B * positions, O]
+    out = out.view(x.shape[1], x.shape[0], *taps.shape[3:end], -1)
     return out.permute(1, 0, out.dim() - 1, *range(2, out.dim() - 1)).contiguous()
 
 
 class RowLinear(torch.autograd.Function):
-    """x [G, B, I] times weight [G, O, I], plus bias [G, O].
-
-    By hand for the shape of one gradient: `baddbmm` returns the weight's transposed, which then has to be copied.
-    """
+    """x [G, B, I] times weight [G, O, I], plus bias [G, O]. By hand for the shape of one gradient: `baddbmm`
+    returns the weight's transposed, which then has to be copied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -161,27 +156,10 @@ def _flatten(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.flatten(2).transpose(0, 1)
 
 
-def _elementwise(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    out: Tensor = layer(x)
-    return out
-
-
-def _glu(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    return F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim)
-
-
 def _sequential(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     for name, child in layer._modules.items():
         x = lifted(child, w, x, f"{prefix}{name}.")
     return x
-
-
-def _modulate(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    return x * lifted(layer.net, w, x, prefix + "net.")
-
-
-def _scaled(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    return lifted(layer.body, w, x, prefix + "body.") * per_row(w[prefix + "scale"], x)
 
 
 LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
@@ -190,16 +168,15 @@ LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
     nn.Linear: _linear,
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
-    nn.MaxPool1d: _pool,
-    nn.MaxPool2d: _pool,
-    nn.AdaptiveAvgPool1d: _pool,
-    nn.AdaptiveAvgPool2d: _pool,
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d), _pool),
     nn.Flatten: _flatten,
-    nn.GLU: _glu,
+    nn.GLU: lambda layer, w, prefix, x: F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim),
     nn.Sequential: _sequential,
-    Modulate: _modulate,
-    Scaled: _scaled,
-    **dict.fromkeys((nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, Nothing), _elementwise),
+    Modulate: lambda layer, w, prefix, x: x * lifted(layer.net, w, x, prefix + "net."),
+    Scaled: lambda layer, w, prefix, x: (lifted(layer.body, w, x, prefix + "body.")
+                                         * per_row(w[prefix + "scale"], x)),
+    **dict.fromkeys((nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, Nothing),
+                    lambda layer, w, prefix, x: layer(x)),
 }
 
 
@@ -211,13 +188,13 @@ def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor
     if out is not NotImplemented:
         return out
     own = {name: w[prefix + name] for name, _ in module.named_parameters()}
-    call = torch.func.vmap(lambda params, rows: torch.func.functional_call(module, params, (rows,)), (0, row_dim(x)))
-    copies: Tensor = call(own, x)  # copy-major; its own rank decides the layout, not that of x
-    return copies if copies.dim() == 3 else copies.transpose(0, 1)
+    one = functools.partial(torch.func.functional_call, module)
+    copies: Tensor = torch.func.vmap(one, (0, row_dim(x)))(own, x)
+    return copies if copies.dim() == 3 else copies.transpose(0, 1)  # copy-major; its own rank says the layout
 
 
 def opening(module: nn.Module) -> Opening | None:
-    """The layer norm that a module of vectors begins with, if it does: modules that begin alike can share its result."""
+    """The layer norm that a module of vectors begins with, if any: modules that begin alike can share it."""
     first = next(iter(module), module) if type(module) is nn.Sequential else module
     hooked = any(part._forward_pre_hooks or part._forward_hooks for part in (module, first))
     if type(first) is not nn.LayerNorm or hooked or len(first.normalized_shape) > 1:
@@ -230,7 +207,8 @@ def lifted_rest(module: nn.Module, w: Weights, x: Tensor) -> Tensor:
     if isinstance(module, nn.LayerNorm):
         return _affine(module, w, "", x)
     for number, (name, child) in enumerate(module._modules.items()):
-        x = lifted(child, w, x, f"{name}.") if number else _affine(child, w, f"{name}.", x)  # type: ignore[arg-type]
+        at = f"{name}."
+        x = lifted(child, w, x, at) if number else _affine(child, w, at, x)  # type: ignore[arg-type]
     return x
 
 
@@ -247,7 +225,8 @@ class Layout:
     def split(self, flat: Tensor) -> tuple[Weights, Tensor]:
         """(named views [G, *shape], what lies behind them [G, rest]) of flat rows [G, P + rest]."""
         *parts, rest = flat.split([*self.sizes, flat.shape[1] - self.size], dim=1)
-        return {name: part.view(-1, *shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}, rest
+        named = zip(self.names, self.shapes, parts, strict=True)
+        return {name: part.view(-1, *shape) for name, shape, part in named}, rest
 
     def load(self, module: nn.Module, row: Tensor) -> None:
         """Copy one flat row [P] into the module's parameters."""
@@ -257,11 +236,11 @@ class Layout:
 
     def flatten(self, module: nn.Module) -> Tensor:
         """[P]: the module's parameters in the order of this layout."""
-        return torch.cat([p.detach().flatten() for p in module.parameters()]) if self.sizes else torch.empty(0)
+        return torch.cat([torch.empty(0), *(p.detach().flatten() for p in module.parameters())])
 
 
 def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """(centre [P], radius [P]) of PyTorch's own uniform initialisation; parameters set to a constant keep it."""
+    """(centre [P], radius [P]) of PyTorch's own uniform initialisation; constant parameters keep theirs."""
     centres, radii = [], []
     owners = dict(module.named_modules())
     for name, parameter in module.named_parameters():
@@ -274,6 +253,6 @@ def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def draw_rows(extent: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
-    """float32 [R, P]: fresh rows within (centre, radius), [P] or [R, P] each; a function of the keys [R] alone."""
+    """float32 [R, P]: rows within (centre, radius), [P] or [R, P] each; a function of the keys [R] alone."""
     centre, radius = (t.to(keys.device) for t in extent)
     return centre + radius * (2 * uniform(keys, centre.shape[-1]) - 1)

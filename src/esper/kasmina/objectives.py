@@ -1,7 +1,7 @@
-"""Objectives: what a network is trained for and scored by. Everything that depends on the kind of label is a row of this table.
+"""Objectives: what a network is trained for and scored by. All that depends on the kind of label is here.
 
-Legend: R rows, B samples, O outputs. Scores are (loss, score, smooth): the score is in [0, 1] and what users ask for, `smooth` is
-the same without its steps. All three are means over samples, so that two networks can be compared sample by sample.
+Legend: R rows, B samples, O outputs. Scores are (loss, score, smooth): the score is in [0, 1] and what users
+ask for, `smooth` the same without its steps; all are means over samples: networks compare sample by sample.
 """
 
 import math
@@ -30,7 +30,7 @@ class Objective(Protocol):
         """[R]: mean training loss of outputs [R, B, O] on labels [B, R]."""
 
     def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """[3, B, R]: loss, score and smooth score of every sample, of float32 outputs [B, R, O] on labels [B, R]."""
+        """[3, B, R]: loss, score, smooth of every sample, of float32 outputs [B, R, O] on labels [B, R]."""
 
     def settle(self, means: Tensor) -> Tensor:
         """Means over samples [3, R] as scores: the last two are brought into [0, 1]."""
@@ -56,9 +56,9 @@ class Classification:
 
     def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
         top, guess = outputs.max(2)  # once for both: `argmax` and `logsumexp` are slow over few classes
-        loss = (outputs - top[..., None]).exp_().sum(2).log_() + top - outputs.gather(2, labels[..., None]).squeeze(2)
-        right = (guess == labels).to(torch.float32)
-        return torch.stack([loss, right, (-loss).exp()])
+        chosen = outputs.gather(2, labels[..., None]).squeeze(2)
+        loss = (outputs - top[..., None]).exp_().sum(2).log_() + top - chosen
+        return torch.stack([loss, (guess == labels).to(torch.float32), (-loss).exp()])
 
     def settle(self, means: Tensor) -> Tensor:
         return means
@@ -71,13 +71,15 @@ class Classification:
 
     def check(self, labels: Tensor, outputs: int) -> None:
         if labels.dtype != torch.int64:
-            raise EsperError(f"labels are {labels.dtype}; classification needs whole class numbers, torch.int64")
-        if len(labels) and not (0 <= int(labels.min()) and int(labels.max()) < outputs):
-            raise EsperError(f"labels go from {int(labels.min())} to {int(labels.max())}; {outputs} classes are 0 to {outputs - 1}")
+            raise EsperError(f"labels are {labels.dtype}; "
+                             "classification needs whole class numbers, torch.int64")
+        least, most = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+        if least < 0 or most >= outputs:
+            raise EsperError(f"labels go from {least} to {most}; {outputs} classes are 0 to {outputs - 1}")
 
 
 class Regression:
-    """Mean squared error of one number, standardised over the training split; both scores are the share of variance explained."""
+    """Squared error of one number, standardised over the training split; scores: the variance explained."""
 
     label_dtype = torch.float32
 

@@ -1,5 +1,5 @@
-"""Row-wise optimisers: every host and every seed is a segment with its own learning rate, decay, clip norm and step
-count, exactly as if it had its own `torch.optim` optimiser and its own `clip_grad_norm_`.
+"""Row-wise optimisers: every host and every seed is a segment with its own learning rate, decay, clip norm
+and step count, exactly as if it had its own `torch.optim` optimiser and its own `clip_grad_norm_`.
 
 Legend: K segments with T elements in all; a part is G segments of P elements each.
 """
@@ -35,10 +35,8 @@ class OptimConfig:
 
 @dataclass
 class Segments:
-    """All segments of a pack: flat weights and moments, and one number of each kind per segment.
-
-    `shapes` are the (G, P) of the parts in which equally long segments lie together.
-    """
+    """All segments of a pack: flat weights and moments, and one number of each kind per segment. `shapes` are
+    the (G, P) of the parts in which equally long segments lie together."""
 
     shapes: list[tuple[int, int]]
     theta: Tensor  # [T]
@@ -48,10 +46,8 @@ class Segments:
     lr: Tensor  # [K]
     decay: Tensor  # [K]
     clip: Tensor  # [K]
-    decays: bool
-    """Does any segment decay at all?"""
-    trainable: Tensor | None
-    """[G, P] of the first part (the hosts): 0 where an impairment froze or removed a weight."""
+    decays: bool  # does any segment decay at all?
+    trainable: Tensor | None  # [G, P] of the hosts, the first part: 0 where an impairment froze a weight
 
     def __post_init__(self) -> None:
         self.theta_views = self.views(self.theta)
@@ -84,8 +80,8 @@ def _adamw(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
 
 def _sgd(config: OptimConfig, seg: Segments, grad: Tensor) -> None:
     seg.first.mul_(config.momentum).add_(grad)
-    views = zip(seg.theta_views, seg.views(seg.first), seg.columns(seg.decay), seg.columns(-seg.lr), strict=True)
-    for theta, first, decay, step in views:
+    parts = (seg.theta_views, seg.views(seg.first), seg.columns(seg.decay), seg.columns(-seg.lr))
+    for theta, first, decay, step in zip(*parts, strict=True):
         first.addcmul_(theta, decay)
         theta.addcmul_(first, step)
 
@@ -95,9 +91,8 @@ UPDATES = {"adamw": _adamw, "sgd": _sgd}
 
 @torch.no_grad()
 def update(config: OptimConfig, seg: Segments, grad: Tensor) -> Tensor:
-    """Clip `grad` [T] in place, step and write weights and moments; returns the gradient norms [K] before clipping."""
-    hosts, before = seg.theta_views[0], None
-    grads = seg.views(grad)
+    """Clip `grad` [T] in place and step in place; returns the gradient norms [K] before clipping."""
+    hosts, before, grads = seg.theta_views[0], None, seg.views(grad)
     if seg.trainable is not None:
         grads[0].mul_(seg.trainable)
         before = hosts.clone()

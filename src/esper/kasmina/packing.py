@@ -1,11 +1,12 @@
 """Storage and wiring: banks of rows, the flat pack that an epoch trains, and the passes that run over it.
 
-Legend: N rows, S slots, R rows of a pass, G rows of one group, P parameters, T elements of the pack, K segments.
-A *bank* keeps the weights and moments of one place (the host, or one slot) for all rows, [N, P]. A *pack* holds what is
-alive as one flat vector: all hosts, then the seeds grouped by slot, blueprint and incubation. A *pass* says which rows
-run with which seeds at which alpha; its seeds are wired to the pack once and used for many steps.
+Legend: N rows, S slots, R rows of a pass, G rows of a group, P parameters, T elements of a pack, K segments.
+A *bank* keeps the weights and moments of one place (the host, or one slot) for all rows, [N, P]. A *pack* is
+what is alive as one flat vector: all hosts, then the seeds by slot, blueprint and incubation. A *pass* says
+which rows run with which seeds at which alpha; its seeds are wired to the pack once, for many steps.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,15 +22,16 @@ from esper.kasmina.optim import Segments
 from esper.leyline import Style
 
 MULTIPLE = {"cpu": 1, "cuda": 8}
-"""A group runs with a multiple of so many rows. On CUDA a new shape costs cuDNN a new plan, tens of milliseconds, and
-sizes in steps of eight recur soon."""
+"""A group runs with a multiple of so many rows. On CUDA a new shape costs cuDNN a new plan, tens of
+milliseconds, and sizes in steps of eight recur soon."""
 
 
 class Bank:
-    """Weights, moments and step counts of one place for all N rows. Freed rows are zero: a stale NaN would spread."""
+    """Weights, moments and step counts of one place, all rows. Freed rows are zero: a stale NaN spreads."""
 
     def __init__(self, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.weights, self.first, self.second = (torch.zeros(rows, size, dtype=dtype, device=device) for _ in range(3))
+        empty = torch.zeros(rows, size, dtype=dtype, device=device)
+        self.weights, self.first, self.second = empty, empty.clone(), empty.clone()
         self.steps = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -59,49 +61,59 @@ class Group:
         return self.prototype.layout.size + self.prototype.gate_size * bool((self.style == Style.GATE).any())
 
 
-class Pack:
-    """Everything alive as one flat vector with its moments, copied out of the banks and written back to them.
+class _Part(NamedTuple):
+    """Rows of a bank that a pack holds, with `extra` rows of padding behind them."""
 
-    Groups are padded to a `MULTIPLE` of rows. Nothing depends on the padding and nothing is written back from it.
-    """
+    bank: Bank
+    rows: Tensor  # CPU
+    there: Tensor  # the same on the bank's device
+    size: int
+    extra: int
+
+    def take(self, name: str) -> Tensor:
+        taken = self.bank.tensors()[name][self.there]
+        return torch.cat([taken, taken.new_zeros(self.extra, *taken.shape[1:])]) if self.extra else taken
+
+
+class Pack:
+    """Everything alive as one flat vector with its moments, copied out of the banks and written back. Groups
+    are padded to a `MULTIPLE` of rows: nothing depends on the padding, nothing of it is written back."""
 
     def __init__(self, banks: list[Bank], layout: Layout, groups: list[Group], lr: Tensor, decay: Tensor,
                  clips: tuple[float, float], trainable: Tensor | None, dtype: torch.dtype) -> None:
         """`layout` is the hosts'; `dtype` is what passes compute in."""
         self.banks, self.groups, self.dtype = banks, groups, dtype
         self.device, exact = banks[0].weights.device, banks[0].weights.dtype
-        rows = len(banks[0].weights)
+        hosts = torch.arange(len(banks[0].weights))
         self.padding = [-len(g.rows) % MULTIPLE[self.device.type] for g in groups]
-        self._parts = [(banks[0], torch.arange(rows), banks[0].weights.shape[1], 0)]
-        self._parts += [(banks[1 + g.slot], g.rows, g.size, extra) for g, extra in zip(groups, self.padding, strict=True)]
-        self._device_rows = [part[1].to(self.device) for part in self._parts]
-        counts = [len(rows) + extra for _, rows, _, extra in self._parts]
-        padded = [torch.cat([rows, rows[:1].expand(extra)]) for _, rows, _, extra in self._parts]
-        self.rows = torch.cat(padded)  # [K] population row of each segment
-        self.real = torch.cat([torch.arange(n) < len(rows) for n, (_, rows, _, _) in zip(counts, self._parts, strict=True)])
+        self._parts = [_Part(banks[0], hosts, hosts.to(self.device), banks[0].weights.shape[1], 0)]
+        self._parts += [_Part(banks[1 + g.slot], g.rows, g.rows.to(self.device), g.size, extra)
+                        for g, extra in zip(groups, self.padding, strict=True)]
+        counts = [len(part.rows) + part.extra for part in self._parts]
+        self.rows = torch.cat([torch.cat([part.rows, part.rows[:1].expand(part.extra)])
+                               for part in self._parts])  # [K] population row of each segment
+        self.real = torch.cat([torch.arange(n) < n - part.extra
+                               for n, part in zip(counts, self._parts, strict=True)])
         places = torch.tensor([0, *(1 + g.slot for g in groups)])
         self.places = places.repeat_interleave(torch.tensor(counts))  # [K] 0 is the host
-        theta, first, second = (
-            torch.cat([t[:, : part[2]].flatten() for t, part in zip(self._take(name), self._parts, strict=True)])
-            for name in ("weights", "first", "second"))
+        theta, first, second = (torch.cat([part.take(name)[:, : part.size].flatten() for part in self._parts])
+                                for name in ("weights", "first", "second"))
         clip = torch.tensor(clips, dtype=exact)[self.places.clamp(max=1)]
-        self.segments = Segments(
-            [(n, part[2]) for n, part in zip(counts, self._parts, strict=True)], theta, first, second,
-            torch.cat(self._take("steps")), lr[self.rows, self.places].to(self.device, exact),
-            decay[self.rows, self.places].to(self.device, exact), clip.to(self.device), bool((decay != 0).any()), trainable)
+        rates, decays = (t[self.rows, self.places].to(self.device, exact) for t in (lr, decay))
+        shapes = [(n, part.size) for n, part in zip(counts, self._parts, strict=True)]
+        steps = torch.cat([part.take("steps") for part in self._parts])
+        self.segments = Segments(shapes, theta, first, second, steps, rates, decays, clip.to(self.device),
+                                 bool((decay != 0).any()), trainable)
         self.theta, self.views = theta, self.segments.views
         self.finite = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         self.steps_taken = 0
-        layouts = [layout, *(g.prototype.layout for g in groups)]
         self._computed = theta if dtype == exact else torch.empty_like(theta, dtype=dtype)
-        self.weights = [_leaves(layout.split(view)) for layout, view in zip(layouts, self.views(self._computed), strict=True)]
         self._grad = torch.zeros_like(theta)
-        self._grads = [t for layout, view in zip(layouts, self.views(self._grad), strict=True) for t in _flat(layout.split(view))]
-
-    def _take(self, name: str) -> list[Tensor]:
-        taken = [part[0].tensors()[name][rows] for part, rows in zip(self._parts, self._device_rows, strict=True)]
-        return [torch.cat([t, t.new_zeros(part[3], *t.shape[1:])]) if part[3] else t
-                for t, part in zip(taken, self._parts, strict=True)]
+        layouts = [layout, *(g.prototype.layout for g in groups)]
+        weights, grads = ([of.split(view) for of, view in zip(layouts, self.views(flat), strict=True)]
+                          for flat in (self._computed, self._grad))
+        self.weights = [_leaves(each) for each in weights]
+        self._grads = [t for each in grads for t in _flat(each)]
 
     def refresh(self) -> None:
         """Bring the weights that passes read up to date, where they compute in another precision."""
@@ -110,7 +122,8 @@ class Pack:
 
     def gradient(self, loss: Tensor) -> Tensor:
         """d loss / d theta [T], in a buffer that is used again. What no pass reads has none."""
-        grads = torch.autograd.grad(loss, [leaf for weights in self.weights for leaf in _flat(weights)], allow_unused=True)
+        leaves = [leaf for weights in self.weights for leaf in _flat(weights)]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         reached = [(place, grad) for place, grad in zip(self._grads, grads, strict=True) if grad is not None]
         torch._foreach_copy_([place for place, _ in reached], [grad for _, grad in reached])
         return self._grad
@@ -120,12 +133,11 @@ class Pack:
 
     def write_back(self) -> None:
         seg = self.segments
-        steps = seg.columns(seg.steps)
-        flats = (("weights", self.views(seg.theta)), ("first", self.views(seg.first)), ("second", self.views(seg.second)))
-        for number, ((bank, _, size, _), rows) in enumerate(zip(self._parts, self._device_rows, strict=True)):
-            for name, views in flats:
-                bank.tensors()[name][rows, :size] = views[number][: len(rows)]
-            bank.steps[rows] = steps[number].flatten()[: len(rows)]
+        trained = [*map(self.views, (seg.theta, seg.first, seg.second)), seg.columns(seg.steps)]
+        for (bank, _, rows, size, _), *views, steps in zip(self._parts, *trained, strict=True):
+            for tensor, view in zip((bank.weights, bank.first, bank.second), views, strict=True):
+                tensor[rows, :size] = view[: len(rows)]
+            bank.steps[rows] = steps.flatten()[: len(rows)]
 
     def locate(self, slots: int) -> tuple[Tensor, Tensor]:
         """(group [N, S], index in it [N, S]) of every seed in the pack, -1 where there is none."""
@@ -175,9 +187,8 @@ class Use:
 class SlotWiring:
     """One slot of a pass: which seeds run for which rows, and how they join."""
 
-    def __init__(self, uses: list[Use], alpha: Tensor, style: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        self.uses = uses
-        self.alpha = alpha.to(device, dtype)
+    def __init__(self, uses: list[Use], alpha: Tensor, style: Tensor, pack: Pack) -> None:
+        self.uses, self.alpha, device = uses, alpha.to(pack.device, pack.dtype), pack.device
         rows = torch.cat([use.rows for use in uses]) if uses else torch.empty(0, dtype=torch.int64)
         gates = torch.cat([use.rows[use.gated] for use in uses]) if uses else rows
         products = rows[style[rows] == Style.MULTIPLY]
@@ -201,16 +212,18 @@ class SlotWiring:
                    for use, w, x in zip(self.uses, weights, inputs, strict=True)]
         if self.strengths is not None and not torch.is_grad_enabled():
             for rows, strength, output in zip(self.rows.groups, self.strengths, outputs, strict=True):
-                h.index_copy_(0, rows, torch.addcmul(h.index_select(0, rows), output, strength))  # h is a stage's own output
+                blended = torch.addcmul(h.index_select(0, rows), output, strength)
+                h.index_copy_(0, rows, blended)  # h is a stage's own output
             return h
-        gates = [tail.index_select(0, use.gated) for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
+        gates = [tail.index_select(0, use.gated)
+                 for use, tail in zip(self.uses, tails, strict=True) if len(use.gated)]
         gate_weights = torch.cat(gates) if gates else h.new_empty(0, self.uses[0].prototype.gate_size)
-        blended: Tensor = Blend.apply(h, self.alpha, self.rows, gate_weights, *outputs)
-        return blended
+        joined: Tensor = Blend.apply(h, self.alpha, self.rows, gate_weights, *outputs)
+        return joined
 
 
 class Prefix(NamedTuple):
-    """Rows of a population that were copied from each other: the host in front of a seed runs once for all of them."""
+    """Rows of a population that are copies of each other: the host in front of a seed runs once for all."""
 
     rows: Tensor  # [D] one of each kind
     of: Tensor  # [N] which of those each row is a copy of
@@ -224,26 +237,27 @@ class Pass:
                  branches: list[Tensor] | None = None, columns: tuple[Tensor, Tensor] | None = None) -> None:
         """`alpha` [R, S]; `env` [R] maps pass rows to population rows (None is every row, in order).
 
-        `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of the ghosts that learn
-        straight through; None wires no ghosts. `compiled` runs the host's stages through `torch.compile`. `branches`
-        names for each slot the pass rows that later rows copy in front of it: those start there, not at the input.
-        `columns` names the samples of the rows that start at the input, and the labels of all rows (None is `env`).
+        `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of ghosts that
+        learn straight through; None wires none. `compiled` runs the host's stages through `torch.compile`.
+        `branches` names for each slot the pass rows that later rows copy in front of it: those start there,
+        not at the input. `columns` names the samples of the rows that start at the input, and the labels of
+        all rows (None is `env`).
         """
-        self.host, self.pack, self.shadow, self.compiled = host, pack, shadow, compiled
+        self.host, self.pack, self.shadow, self.compiled, slots = host, pack, shadow, compiled, style.shape[1]
         self.env = None if env is None else env.to(pack.device)
         self.columns = (self.env, self.env) if columns is None else tuple(c.to(pack.device) for c in columns)
         rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
-        location = pack.locate(style.shape[1])
-        branches = branches or [torch.empty(0, dtype=torch.int64)] * style.shape[1]
+        wire = functools.partial(self._wire, style, pack.locate(slots))
+        branches = branches or [torch.empty(0, dtype=torch.int64)] * slots
         begin = len(alpha) - sum(len(b) for b in branches)
-        ends = [begin + sum(len(b) for b in branches[: s + 1]) for s in range(style.shape[1])]
+        ends = [begin + sum(len(b) for b in branches[: s + 1]) for s in range(slots)]
         self.branches = [torch.cat([torch.arange(end - len(b)), b]).to(pack.device) if len(b) else None
                          for end, b in zip(ends, branches, strict=True)]
-        self.slots = [self._wire(s, alpha[:end], rows[:end], style, location) for s, end in enumerate(ends)]
-        self.ghosts = [None if incubate is None else self._wire(s, incubate, rows, style, location)
-                       for s in range(style.shape[1])]
+        self.slots = [wire(s, alpha[:end], rows[:end]) for s, end in enumerate(ends)]
+        self.ghosts = [None if incubate is None else wire(s, incubate, rows) for s in range(slots)]
 
-    def _wire(self, slot: int, alpha: Tensor, rows: Tensor, style: Tensor, location: tuple[Tensor, Tensor]) -> SlotWiring:
+    def _wire(self, style: Tensor, location: tuple[Tensor, Tensor], slot: int, alpha: Tensor,
+              rows: Tensor) -> SlotWiring:
         group_of, index_of = (where[rows, slot] for where in location)
         uses = []
         for number, group in enumerate(self.pack.groups):
@@ -256,7 +270,7 @@ class Pass:
             live = group.incubating or not self.shadow
             gated = (style[rows[mine], slot] == Style.GATE).nonzero().flatten()
             uses.append(Use(number, group.prototype, mine, None if whole else pick, padding, live, gated))
-        return SlotWiring(uses, alpha[:, slot], style[rows, slot], self.pack.device, self.pack.dtype)
+        return SlotWiring(uses, alpha[:, slot], style[rows, slot], self.pack)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Logits [R, B, classes] of samples [B, R, *inputs]."""
@@ -269,7 +283,7 @@ class Pass:
             if (copies := self.branches[index]) is not None:
                 h = h.index_select(row_dim(h), copies)
             h = slot(h, self.pack)
-            if ghost is not None and ghost.uses and torch.is_grad_enabled():  # they change nothing but gradients
+            if ghost is not None and ghost.uses and torch.is_grad_enabled():  # they change gradients alone
                 h = StraightThrough.apply(h, ghost(h.detach(), self.pack))
         return self.host.head(self._of(hosts, "head.", h), h)
 

@@ -1,4 +1,4 @@
-"""The population: N growing hosts as one tensor program, in which a structural change is a write into tensors.
+"""The population: N growing hosts as one tensor program; a structural change is a write into tensors.
 
 Legend: N rows (environments), S slots, B batch, P parameters.
 """
@@ -12,30 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blending import Graft
+from esper.kasmina.blending import Graft, GrownNetwork
 from esper.kasmina.blueprints import Prototype, blueprints_for, find_blueprint
 from esper.kasmina.devices import check_device
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
-from esper.kasmina.network import GrownNetwork
 from esper.kasmina.objectives import find_objective
 from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix
 from esper.kasmina.stepping import Stepper
-from esper.leyline import (
-    ActionSpec,
-    Contribution,
-    EsperError,
-    GateConfig,
-    Head,
-    LifecycleOp,
-    SeedStage,
-    StateFormatError,
-    Style,
-)
+from esper.leyline import ActionSpec, Contribution, EsperError, Head, LifecycleOp, StateFormatError, Style
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import mix, seeded
+from esper.leyline.stages import GateConfig, SeedStage
 from esper.leyline.storage import decoding, read_state, write_state
 
 INCUBATION = ("shadow", "straight_through")
@@ -67,19 +57,21 @@ class PopulationConfig:
         if not isinstance(self.host, Host):
             raise EsperError(f"a population needs a Host, not a {type(self.host).__name__}; try Host('mlp')")
         if not isinstance(self.optim, OptimConfig):
-            raise EsperError(f"optim is a {type(self.optim).__name__}; expected an OptimConfig: rows have optimisers of their own")
+            raise EsperError(f"optim is a {type(self.optim).__name__}; "
+                             "expected an OptimConfig: rows have optimisers of their own")
+        slots = len(self.host.slots)
         if self.spec is None:
-            everything = ActionSpec.full(len(self.host.slots), blueprints_for(self.host.kind))
-            object.__setattr__(self, "spec", everything)
+            object.__setattr__(self, "spec", ActionSpec.full(slots, blueprints_for(self.host.kind)))
         for name in ("device", "dtype", "compute_dtype"):  # PyTorch's own objects are welcome
             object.__setattr__(self, name, str(getattr(self, name) or "").removeprefix("torch."))
         object.__setattr__(self, "compute_dtype", self.compute_dtype or self.dtype)
         if self.incubation not in INCUBATION:
             raise EsperError(f"no incubation {self.incubation!r}; choose from {', '.join(INCUBATION)}")
         if self.dtype not in ("float32", "float64") or self.compute_dtype not in DTYPES:
-            raise EsperError(f"weights are float32 or float64, not {self.dtype}; only compute_dtype may be bfloat16")
-        if self.spec.slots != len(self.host.slots):
-            raise EsperError(f"the action spec has {self.spec.slots} slots, but this host has {len(self.host.slots)}")
+            raise EsperError(f"weights are float32 or float64, not {self.dtype}; "
+                             "only compute_dtype may be bfloat16")
+        if self.spec.slots != slots:
+            raise EsperError(f"the action spec has {self.spec.slots} slots, but this host has {slots}")
         find_objective(self.objective)
         check_device(self.device)
 
@@ -87,26 +79,26 @@ class PopulationConfig:
 class Population:
     """N hosts of one architecture that grow and train together.
 
-    An epoch is `begin_epoch(actions)`, some `train_step`s, any number of `forward`s, and `end_epoch`. Samples are
-    [B, N, *inputs], labels [B, N].
+    An epoch is `begin_epoch(actions)`, some `train_step`s, any number of `forward`s, and `end_epoch`.
+    Samples are [B, N, *inputs], labels [B, N].
     """
 
     def __init__(self, config: PopulationConfig | Host, rows: int, *, seed: int = 0, **changes: Any) -> None:
         """`changes` are fields of `PopulationConfig`; a bare host takes its defaults for the others."""
-        config = replace(config, **changes) if isinstance(config, PopulationConfig) else PopulationConfig(config, **changes)
+        full = (replace(config, **changes) if isinstance(config, PopulationConfig)
+                else PopulationConfig(config, **changes))
         if type(rows) is not int or rows < 1:
             raise EsperError(f"a population of {rows} rows is impossible; use a whole number of at least 1")
-        self.config, self.rows = config, rows
-        self.host, self.spec, self.optim, self.incubation = config.host, config.spec, config.optim, config.incubation
-        self.objective = find_objective(config.objective)
-        self.device, self.compile = torch.device(config.device), config.compile
-        self.dtype, self.compute_dtype = DTYPES[config.dtype], DTYPES[config.compute_dtype]
+        self.config, self.rows, self.host, self.spec = full, rows, full.host, full.spec
+        self.optim, self.incubation, self.compile = full.optim, full.incubation, full.compile
+        self.objective, self.device = find_objective(full.objective), torch.device(full.device)
+        self.dtype, self.compute_dtype = DTYPES[full.dtype], DTYPES[full.compute_dtype]
         host = self.host
         self.prototypes = [[find_blueprint(host.kind, name).prototype(shape) for name in self.spec.blueprints]
                            for shape in host.slots.shapes]
-        self.life = Lifecycle(rows, self.spec, config.gates)
-        sizes = [host.layout.size, *(max(p.layout.size for p in row) + row[0].gate_size for row in self.prototypes)]
-        self.banks = [Bank(rows, size, self.dtype, self.device) for size in sizes]
+        self.life = Lifecycle(rows, self.spec, full.gates)
+        widest = [max(p.layout.size for p in row) + row[0].gate_size for row in self.prototypes]
+        self.banks = [Bank(rows, size, self.dtype, self.device) for size in (host.layout.size, *widest)]
         self._ranges = [_range_table(row, self.device) for row in self.prototypes]
         self.keys = torch.zeros(rows, dtype=torch.int64)
         self.trainable = torch.ones(rows, host.layout.size, dtype=self.dtype, device=self.device)
@@ -119,9 +111,7 @@ class Population:
 
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
         """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers.
-
-        Learning rates and decays stay as they were set.
-        """
+        Learning rates and decays stay as they were set."""
         rows, where = rows.cpu(), rows.to(self.device)
         weights, trainable = self.host.fresh(keys.to(self.device)), torch.ones(1)
         if impairments is not None:
@@ -136,10 +126,9 @@ class Population:
         self.trainable[where] = trainable.to(self.trainable)
 
     def begin_epoch(self, actions: Tensor) -> None:
-        """One action per row, [N, len(spec.heads)]. Raises before any row is written if any of them is not allowed."""
+        """One action per row, [N, len(spec.heads)]. Raises before anything is written if one is denied."""
         self._flush()
-        full = expand_actions(self.spec, actions)
-        before = self.life.planted
+        full, before = expand_actions(self.spec, actions), self.life.planted
         self.life.begin_epoch(full)
         self._free(before & ~self.life.planted)
         born = full[:, Head.OP] == LifecycleOp.GERMINATE
@@ -148,7 +137,7 @@ class Population:
 
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor,
                 stage: SeedStage = SeedStage.HOLDING) -> None:
-        """Give empty rows a whole topology at once: seeds with newborn weights. Each tensor [R, S], -1 is no seed."""
+        """Give empty rows a whole topology at once: newborn seeds. Each tensor [R, S], -1 is no seed."""
         self._flush()
         rows = rows.cpu()
         self.life.install(rows, blueprint, style, alpha, stage)
@@ -161,8 +150,8 @@ class Population:
             return
         kinds = self.life.blueprint[rows, slot]
         keys = mix(self.keys[rows], 1 + slot, self.life.germinations[rows, slot]).to(self.device)
-        centre, radius = self._ranges[slot]
-        fresh = draw_rows((centre[kinds.to(self.device)], radius[kinds.to(self.device)]), keys)
+        centre, radius = (table[kinds.to(self.device)] for table in self._ranges[slot])
+        fresh = draw_rows((centre, radius), keys)
         for number, prototype in enumerate(self.prototypes[slot]):
             if prototype.range is None and bool((kinds == number).any()):
                 mine = (kinds == number).to(self.device)
@@ -171,29 +160,28 @@ class Population:
 
     def _free(self, freed: Tensor) -> None:
         for slot, bank in enumerate(self.banks[1:]):
-            rows = freed[:, slot].nonzero().flatten()
-            if len(rows):
+            if len(rows := freed[:, slot].nonzero().flatten()):
                 bank.write(rows.to(self.device))
 
     def train_step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One optimiser step of every host and seed on samples [B, N, *inputs], labels [B, N]; losses [N] before it."""
+        """A step of all hosts and seeds on samples [B, N, *inputs], labels [B, N]; losses [N] before it."""
         self._check_samples(x, self.rows)
         if y.shape != x.shape[:2]:
             raise EsperError(f"labels have shape {list(y.shape)}; expected {list(x.shape[:2])}")
         if self._stepper is None:
             self._check_first(x, y)
-            pack, life = self._packed(), self.life
-            ghosts = torch.where(life.incubating, life.target, 0.0) if self.incubation == "straight_through" else None
+            pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
+            ghosts = None if shadows else torch.where(life.incubating, life.target, 0.0)
             main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile)
-            shadow = self._shadow_pass(pack) if self.incubation == "shadow" else None
-            self._stepper = Stepper(pack, main, shadow, self.optim, self.objective)
+            self._stepper = Stepper(pack, main, self._shadow_pass(pack) if shadows else None, self.optim,
+                                    self.objective)
         return self._stepper(x, y)
 
     def shadow_step(self, x: Tensor, y: Tensor, prefix: Prefix | None = None) -> None:
-        """One optimiser step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`.
+        """A step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`.
 
-        Samples are [B, N, *inputs]; with a `prefix`, [B, D, *inputs] for the rows that it names. Everything else takes a
-        step without a gradient: give it a learning rate of 0, or its momentum moves it.
+        Samples are [B, N, *inputs]; with a `prefix`, [B, D, *inputs] for the rows that it names. Everything
+        else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
         """
         self._check_samples(x, self.rows if prefix is None else len(prefix.rows))
         if self._stepper is None:
@@ -223,8 +211,8 @@ class Population:
     def forward(self, x: Tensor, rows: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
         """Logits [B, R, classes] for samples [B, R, *inputs].
 
-        `rows` [R] names population rows (any, repeated or not; None is all N in order) and `alpha` [R, S] overrides
-        their alphas: 0 switches a seed off, a positive alpha previews an incubating one. Live state is not touched.
+        `rows` [R] names population rows (any, repeated or not; None is all N in order), `alpha` [R, S] is in
+        place of their alphas: 0 switches a seed off, above 0 previews an incubating one. Live state stays.
         """
         self._check_samples(x, self.rows if rows is None else len(rows))
         pack = self._packed()
@@ -234,18 +222,20 @@ class Population:
         else:
             env = torch.arange(self.rows) if rows is None else rows.cpu()
             alphas = self.life.alpha[env] if alpha is None else alpha.cpu().to(torch.float32)
-            if alphas.shape != (len(env), self.spec.slots) or not bool(((alphas >= 0) & (alphas <= 1)).all()):
-                raise EsperError(f"alpha needs {[len(env), self.spec.slots]} numbers from 0 to 1; got shape {list(alphas.shape)}")
+            shape = (len(env), self.spec.slots)
+            if alphas.shape != shape or not bool(((alphas >= 0) & (alphas <= 1)).all()):
+                raise EsperError(f"alpha needs {list(shape)} numbers from 0 to 1; "
+                                 f"got shape {list(alphas.shape)}")
             chosen = Pass(self.host, pack, self.life.style, alphas, env)
         pack.refresh()
         return chosen(x.to(self.compute_dtype)).transpose(0, 1)
 
     def probe(self, rows: Tensor, alpha: Tensor, prefix: Prefix | None = None) -> Callable[[Tensor], Tensor]:
-        """A function from samples [B, N, *inputs] to logits [B, N + R, classes]: every live row (or the D rows of a
-        `prefix`), then rows [R] of the population (any, repeated or not) at alphas [R, S] of their own.
+        """A function of samples [B, N, *inputs], to logits [B, N + R, classes]: all live rows (or the D rows
+        of a `prefix`), then rows [R] of the population (any, repeated or not) at alphas [R, S] of their own.
 
-        What such a row shares with its live row is computed once: it starts where their alphas first differ. The
-        function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
+        What such a row shares with its live row is computed once: it starts where their alphas first differ.
+        The function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
         """
         pack, live, env = self._packed(), self.life.alpha, rows.cpu()
         base, of = (torch.arange(self.rows),) * 2 if prefix is None else prefix
@@ -274,14 +264,12 @@ class Population:
 
     def set_lr(self, lr: Tensor) -> None:
         """Learning rates [N, 1 + S]: the host's, then each slot's. Takes effect with the next step."""
-        self.lr = self._rates(lr)
+        if lr.shape != self.lr.shape:
+            raise EsperError(f"rates have shape {list(lr.shape)}; "
+                             f"expected {list(self.lr.shape)}: host, then slots")
+        self.lr = lr.detach().cpu().double().clone()
         if self._pack is not None:
             self._pack.set_lr(self.lr)
-
-    def _rates(self, values: Tensor) -> Tensor:
-        if values.shape != self.lr.shape:
-            raise EsperError(f"rates have shape {list(values.shape)}; expected {list(self.lr.shape)}: host, then slots")
-        return values.detach().cpu().double().clone()
 
     def _check_samples(self, x: Tensor, rows: int) -> None:
         if x.dim() < 2 or not len(x) or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
@@ -297,15 +285,16 @@ class Population:
             raise EsperError("samples hold NaN or infinite numbers; clean them before training")
 
     def costs(self) -> tuple[Tensor, Tensor]:
-        """(parameters, FLOPs per sample) of the seeds in each slot, [N, S] int64; empty slots cost nothing."""
+        """(parameters, FLOPs per sample) of the seed in each slot, [N, S] int64; empty slots cost nothing."""
         table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in self.prototypes])
-        chosen = table[torch.arange(len(self.prototypes)), self.life.blueprint.clamp(min=0)] * self.life.planted[..., None]
+        chosen = table[torch.arange(len(table)), self.life.blueprint.clamp(min=0)]
+        chosen = chosen * self.life.planted[..., None]
         gated = (chosen[..., 0] > 0) & (self.life.style == Style.GATE)
         sizes = torch.tensor([row[0].gate_size for row in self.prototypes]) * gated
         return chosen[..., 0] + sizes, chosen[..., 1] + 2 * (sizes - gated.long())
 
     def extract(self, row: int) -> nn.Module:
-        """The row's network as a plain module that computes the same function. Seeds without effect are left out."""
+        """The row's network as a plain module of the same function. Seeds without effect are left out."""
         if not 0 <= row < self.rows:
             raise EsperError(f"there is no row {row}; a population of {self.rows} has 0 to {self.rows - 1}")
         self._flush()
@@ -313,8 +302,9 @@ class Population:
             net = self.host.module().to(self.dtype)
         self.host.layout.load(net, self.banks[0].weights[row])
         live = (self.life.alpha[row] > 0) & (self.costs()[0][row] > 0)
-        grafts = nn.ModuleList(self.graft(row, slot) if alive else nn.Identity() for slot, alive in enumerate(live.tolist()))
-        return GrownNetwork(net.stages, grafts, net.head).to(self.device)  # type: ignore[arg-type]
+        grafts = [self.graft(row, slot) if on else nn.Identity() for slot, on in enumerate(live.tolist())]
+        grown = GrownNetwork(net.stages, nn.ModuleList(grafts), net.head)  # type: ignore[arg-type]
+        return grown.to(self.device)
 
     def graft(self, row: int, slot: int) -> Graft:
         """The seed of one slot as a plain module at its present alpha, incubating or not."""
@@ -330,8 +320,9 @@ class Population:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that belongs to rows, each tensor with N first."""
         self._flush()
-        banks = {f"bank.{i}.{name}": t for i, bank in enumerate(self.banks) for name, t in bank.tensors().items()}
         own = {"keys": self.keys, "trainable": self.trainable, "lr": self.lr, "decay": self.decay}
+        banks = {f"bank.{i}.{name}": t for i, bank in enumerate(self.banks)
+                 for name, t in bank.tensors().items()}
         return banks | own | {f"life.{name}": t for name, t in self.life.fields()}
 
     def snapshot(self, rows: Tensor) -> dict[str, Tensor]:
@@ -347,7 +338,7 @@ class Population:
             tensor[rows.to(tensor.device)] = snapshot[name].to(tensor)
 
     def save(self, path: str | Path) -> None:
-        """Write the whole population to one safetensors file with a JSON header; the file appears whole or not at all."""
+        """Write the whole population to one safetensors file, which appears whole or not at all."""
         header = {"epoch": self.life.epoch, "open": self.life.open, "config": to_dict(self.config)}
         write_state(path, "population", header, self.tensors())
 
@@ -357,24 +348,26 @@ class Population:
         header, tensors = read_state(path, "population")
         with decoding(path, "population"):
             saved = from_dict(PopulationConfig, header["config"], str(path))
-            population = cls(replace(saved, device=device or saved.device, compile=compile), len(tensors["keys"]))
+            saved = replace(saved, device=device or saved.device, compile=compile)
+            population = cls(saved, len(tensors["keys"]))
             expected = {name: t.shape for name, t in population.tensors().items()}
             if expected != {name: t.shape for name, t in tensors.items()}:
-                raise StateFormatError(f"{path} does not fit its own header; was a blueprint changed since it was saved?")
+                raise StateFormatError(f"{path} does not fit its own header; "
+                                       "was a blueprint changed since it was saved?")
             population.restore(torch.arange(population.rows), tensors)
             population.life.epoch, population.life.open = int(header["epoch"]), bool(header["open"])
         return population
 
     def _packed(self) -> Pack:
         if self._pack is None:
-            whole = bool((self.trainable == 1).all())
-            self._pack = Pack(self.banks, self.host.layout, self._groups(), self.lr, self.decay,
-                              (self.optim.host_clip, self.optim.seed_clip), None if whole else self.trainable, self.compute_dtype)
+            trainable = None if bool((self.trainable == 1).all()) else self.trainable
+            clips = (self.optim.host_clip, self.optim.seed_clip)
+            self._pack = Pack(self.banks, self.host.layout, self._groups(), self.lr, self.decay, clips,
+                              trainable, self.compute_dtype)
         return self._pack
 
     def _groups(self) -> list[Group]:
-        groups = []
-        incubating, planted = self.life.incubating, self.life.planted
+        groups, incubating, planted = [], self.life.incubating, self.life.planted
         for slot, prototypes in enumerate(self.prototypes):
             for number, prototype in enumerate(prototypes):
                 mine = planted[:, slot] & (self.life.blueprint[:, slot] == number)
@@ -386,10 +379,10 @@ class Population:
 
     def _flush(self) -> None:
         """Write a trained pack back to the banks; whatever reads or writes banks comes after this."""
-        if self._pack is not None and self._pack.steps_taken:
-            self._pack.write_back()
-            seeds = (self._pack.places > 0) & self._pack.real
-            self.life.record_gradients(self._pack.rows[seeds], self._pack.places[seeds] - 1, self._pack.finite.cpu()[seeds])
+        if (pack := self._pack) is not None and pack.steps_taken:
+            pack.write_back()
+            seeds = (pack.places > 0) & pack.real
+            self.life.record_gradients(pack.rows[seeds], pack.places[seeds] - 1, pack.finite.cpu()[seeds])
         self._pack = self._stepper = self._live = None
 
 
@@ -397,5 +390,6 @@ def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Ten
     """(centre, radius) of newborn weights, [blueprints, P of the largest] each."""
     width = max(p.layout.size for p in prototypes)
     ranges = [p.range or (torch.empty(0), torch.empty(0)) for p in prototypes]
-    centre, radius = (torch.stack([F.pad(r[i], (0, width - len(r[i]))) for r in ranges]).to(device) for i in (0, 1))
+    centre, radius = (torch.stack([F.pad(part, (0, width - len(part))) for part in each]).to(device)
+                      for each in zip(*ranges, strict=True))
     return centre, radius

@@ -1,4 +1,4 @@
-"""One training step of a pack: forward, gradient, clip, update. On CUDA it becomes a graph that is replayed."""
+"""One training step of a pack: forward, gradient, clip, update. On CUDA it becomes a graph to replay."""
 
 import functools
 
@@ -11,7 +11,7 @@ from esper.kasmina.packing import Pack, Pass
 
 
 class Stepper:
-    """Trains a pack in place. Its wiring is fixed, so on CUDA the second step is captured and later ones replayed."""
+    """Trains a pack in place. Its wiring is fixed: on CUDA the second step is captured, later ones replay."""
 
     def __init__(self, pack: Pack, main: Pass | None, shadow: Pass | None, optim: OptimConfig,
                  objective: Objective) -> None:
@@ -27,19 +27,15 @@ class Stepper:
         return losses
 
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        pack = self.pack
+        pack, losses = self.pack, []
         pack.refresh()
-        passes = [p for p in (self.main, self.shadow) if p is not None]
-        losses = [self._losses_of(p, x, y) for p in passes]
+        for chosen in (p for p in (self.main, self.shadow) if p is not None):
+            samples, labels = (t if columns is None else t.index_select(1, columns)
+                               for t, columns in zip((x, y), chosen.columns, strict=True))
+            losses.append(self.objective.losses(chosen(samples), labels))
         total = torch.stack([loss.sum() for loss in losses]).sum() if len(losses) > 1 else losses[0].sum()
         pack.finite &= update(self.optim, pack.segments, pack.gradient(total)).isfinite()
         return losses[0].detach()
-
-    def _losses_of(self, chosen: Pass, x: Tensor, y: Tensor) -> Tensor:
-        samples, labels = chosen.columns
-        x = x if samples is None else x.index_select(1, samples)
-        y = y if labels is None else y.index_select(1, labels)
-        return self.objective.losses(chosen(x), y)
 
     def _step_on_cuda(self, x: Tensor, y: Tensor) -> Tensor:
         if self._inputs is None or self._inputs[0].shape != x.shape:
@@ -74,7 +70,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def _anchor(device: torch.device) -> torch.cuda.CUDAGraph:
-    """A graph that is never dropped: while it lives, its memory pool serves every later graph, so memory does not grow."""
+    """A graph that is never dropped: its memory pool serves every later graph, so memory does not grow."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch.zeros(1, device=device)

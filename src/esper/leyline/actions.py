@@ -1,4 +1,4 @@
-"""The factored action: operations, heads, which head matters for which operation, and the values behind head indices."""
+"""The factored action: operations, heads, which head matters for which operation, what head indices mean."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,12 +37,9 @@ class Head(IntEnum):
 class Style(IntEnum):
     """How a seed's output s joins the host's h; all are h itself while s is zero."""
 
-    ADD = 0
-    """h + alpha * s"""
-    MULTIPLY = 1
-    """h * (1 + alpha * tanh s)"""
-    GATE = 2
-    """h + alpha * g(h) * s with a learned g in (0, 1)"""
+    ADD = 0  # h + alpha * s
+    MULTIPLY = 1  # h * (1 + alpha * tanh s)
+    GATE = 2  # h + alpha * g(h) * s with a learned g in (0, 1)
 
 
 class AlphaCurve(IntEnum):
@@ -62,25 +59,21 @@ ALPHA_SPEEDS = (0, 3, 5, 8)
 _RELEVANT: Mapping[LifecycleOp, frozenset[Head]] = {
     LifecycleOp.WAIT: frozenset(),
     LifecycleOp.GERMINATE: frozenset({Head.SLOT, Head.BLUEPRINT, Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET}),
-    LifecycleOp.SET_ALPHA_TARGET: frozenset({Head.SLOT, Head.STYLE, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE}),
+    LifecycleOp.SET_ALPHA_TARGET: frozenset(set(Head) - {Head.OP, Head.BLUEPRINT, Head.TEMPO}),
     LifecycleOp.PRUNE: frozenset({Head.SLOT, Head.ALPHA_SPEED, Head.ALPHA_CURVE}),
     LifecycleOp.FOSSILIZE: frozenset({Head.SLOT}),
     LifecycleOp.ADVANCE: frozenset({Head.SLOT}),
 }
 
 
-def relevance_table(
-    rows: Mapping[LifecycleOp, frozenset[Head]],
-    ops: Sequence[LifecycleOp] = tuple(LifecycleOp),
-    heads: Sequence[Head] = tuple(Head),
-) -> npt.NDArray[np.bool_]:
-    """bool [ops, heads]; the op head is relevant to every op. Refuses an op or a head that nothing speaks of."""
-    if set(rows) != set(ops):
-        raise TypeError(f"relevance rows {sorted(rows)} do not match the ops {sorted(ops)}; give each op its row")
-    unused = set(heads) - {Head.OP} - frozenset().union(*rows.values())
-    if unused:
+def relevance_table(rows: Mapping[LifecycleOp, frozenset[Head]]) -> npt.NDArray[np.bool_]:
+    """bool [ops, heads]; the op head is relevant to every op. Refuses ops and heads that no row names."""
+    if set(rows) != set(LifecycleOp):
+        raise TypeError(f"relevance rows {sorted(rows)} do not match the ops {sorted(LifecycleOp)}; "
+                        "give each op its row")
+    if unused := set(Head) - {Head.OP} - frozenset().union(*rows.values()):
         raise TypeError(f"no op uses the heads {sorted(h.name for h in unused)}; add them to a relevance row")
-    table = np.array([[h is Head.OP or h in rows[op] for h in heads] for op in ops])
+    table = np.array([[h is Head.OP or h in rows[op] for h in Head] for op in LifecycleOp])
     table.flags.writeable = False
     return table
 
@@ -118,19 +111,21 @@ class ActionSpec:
     """Number of choices of every head of the full action, chosen by this spec or not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "defaults", {head: int(index) for head, index in {**_DEFAULTS, **self.defaults}.items()})
-        behind = sorted(set(self.heads) - {Head.OP, Head.SLOT}, key=lambda head: (head is not Head.ALPHA_SPEED, head))
-        pairs = tuple((op, head) for op in self.ops for head in behind if head in _RELEVANT[op])
-        object.__setattr__(self, "pairs", pairs)
-        object.__setattr__(self, "head_sizes", {head: len(choices) for head, choices in self.choices.items()})
+        behind = set(self.heads) - {Head.OP, Head.SLOT}
+        order = sorted(behind, key=lambda head: (head is not Head.ALPHA_SPEED, head))
+        for name, value in (
+                ("defaults", {head: int(index) for head, index in {**_DEFAULTS, **self.defaults}.items()}),
+                ("pairs", tuple((op, head) for op in self.ops for head in order if head in _RELEVANT[op])),
+                ("head_sizes", {head: len(choices) for head, choices in self.choices.items()})):
+            object.__setattr__(self, name, value)
         if Head.OP not in self.heads or LifecycleOp.WAIT not in self.ops:
             raise EsperError("an ActionSpec needs the op head and the WAIT op; add them to heads and ops")
         if (LifecycleOp.ADVANCE in self.ops) == self.auto_advance:
-            raise EsperError("a seed blends by the ADVANCE op or by auto_advance: without either none could, with both ADVANCE "
-                             "would be another name of WAIT")
-        idle = set(self.heads) - {Head.OP, Head.SLOT} - {head for _, head in pairs}
-        if idle:
-            raise EsperError(f"no op of this spec uses {', '.join(sorted(h.name.lower() for h in idle))}; leave such heads out")
+            raise EsperError("a seed blends by the ADVANCE op or by auto_advance: "
+                             "without either none could, with both ADVANCE would be another name of WAIT")
+        if idle := behind - {head for _, head in self.pairs}:
+            raise EsperError(f"no op of this spec uses {', '.join(sorted(h.name.lower() for h in idle))}; "
+                             "leave such heads out")
 
     @classmethod
     def full(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
@@ -138,25 +133,26 @@ class ActionSpec:
 
     @classmethod
     def decisive(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
-        """What sweeps of the shipped families found to matter: which op, where, which blueprint. No other head gained more
-        than 0.2 points over its default (`experiments/results/sweep-*.json`, "heads")."""
+        """What sweeps of the shipped families found to matter: which op, where, which blueprint. No other
+        head gained more than 0.2 points over its default (`experiments/results/sweep-*.json`, "heads")."""
         compact = cls.compact(slots, blueprints)
-        return cls(slots, compact.blueprints, (Head.OP, Head.SLOT, Head.BLUEPRINT), compact.ops, auto_advance=True)
+        return cls(slots, compact.blueprints, compact.heads[:3], compact.ops, auto_advance=True)
 
     @classmethod
     def compact(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
         ops = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)
-        return cls(slots, tuple(blueprints), (Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE), ops, auto_advance=True)
+        heads = (Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE)
+        return cls(slots, tuple(blueprints), heads, ops, auto_advance=True)
 
     def action(self, op: LifecycleOp | str, **values: object) -> tuple[int, ...]:
-        """One action in the order of `heads`, from what the heads mean: action(GERMINATE, slot=1, blueprint="norm", tempo=5)."""
+        """One action in the order of `heads`: action(GERMINATE, slot=1, blueprint="norm", tempo=5)."""
         if isinstance(op, str):
             if op not in LifecycleOp.__members__:
                 raise EsperError(f"no op {op!r}; there are {', '.join(LifecycleOp.__members__)}")
             op = LifecycleOp[op]
         indices = dict(self.defaults)
+        known = {head.name.lower(): head for head in self.heads if head is not Head.OP}
         for name, value in values.items():
-            known = {head.name.lower(): head for head in self.heads if head is not Head.OP}
             if name not in known:
                 raise EsperError(f"no head {name!r} to choose; there are {', '.join(known)}")
             choices = self.choices[known[name]]

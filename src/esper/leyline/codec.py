@@ -1,8 +1,8 @@
 """Configs as plain data and back: one codec for headers, descriptions, traces and files of settings.
 
-A config is a frozen dataclass (or a NamedTuple) of plain fields. Its plain form is what JSON and TOML can say: tables of fields,
-lists, and names of enum members. Reading follows the type hints: a missing key, an unknown one or a value of another type is one
-sentence that names the place.
+A config is a frozen dataclass (or a NamedTuple) of plain fields. Its plain form is what JSON and TOML say:
+tables of fields, lists, and names of enum members. Reading follows the type hints: a missing key, an unknown
+one or a value of another type is one sentence that names the place.
 """
 
 import functools
@@ -43,20 +43,18 @@ def from_dict(kind: type[T], data: Any, where: str, complete: bool = True) -> T:
 
 def override(config: T, keys: Any, where: str) -> T:
     """A config with some keys changed, tables of keys inside it too; false takes an optional part away."""
-    return from_dict(type(config), _merged(to_dict(config), keys, where), where, complete=False)
+    return from_dict(type(config), _merged(to_dict(config), keys), where, complete=False)
 
 
-def _merged(base: Any, keys: Any, where: str) -> Any:
+def _merged(base: Any, keys: Any) -> Any:
     if keys is False and (base is None or isinstance(base, dict)):  # also where it was taken away before
         return None
     if not (isinstance(base, dict) and isinstance(keys, dict)):
         return keys
-    return base | {name: _merged(base.get(name), value, where) for name, value in keys.items()}
+    return base | {name: _merged(base.get(name), value) for name, value in keys.items()}
 
 
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
 
 
 @functools.cache
@@ -79,7 +77,8 @@ def _decode(kind: Any, data: Any, where: str, complete: bool) -> Any:
     if is_dataclass(kind) or hasattr(kind, "_fields"):
         return _table(kind, data, where, complete)
     if isinstance(kind, type) and issubclass(kind, IntEnum):
-        _check(isinstance(data, str) and data in kind.__members__, where, data, f"one of {', '.join(kind.__members__)}")
+        known = kind.__members__
+        _check(isinstance(data, str) and data in known, where, data, f"one of {', '.join(known)}")
         return kind[data]
     return _number(kind, data, where)
 
@@ -100,11 +99,12 @@ def _table(kind: Any, data: Any, where: str, complete: bool) -> Any:
     if unknown := sorted(set(map(str, data)) - set(known)):
         raise EsperError(f"{where} has no use for {', '.join(unknown)}; there are {', '.join(known)}")
     if missing := [name for name, needed in known.items() if name not in data and (complete or needed)]:
-        raise EsperError(f"{where} lacks {', '.join(missing)}; it is not complete, or of another version of Esper")
+        raise EsperError(f"{where} lacks {', '.join(missing)}; "
+                         "it is not complete, or of another version of Esper")
     if not complete:  # what was taken away is as if it had not been said
         data = {name: value for name, value in data.items() if value is not None or known[name]}
-    hints = _hints(kind)
-    return kind(**{name: _decode(hints[name], value, f"{where}: {name}", complete) for name, value in data.items()})
+    return kind(**{name: _decode(_hints(kind)[name], value, f"{where}: {name}", complete)
+                   for name, value in data.items()})
 
 
 def _optional(kind: Any, data: Any, where: str, complete: bool) -> Any:

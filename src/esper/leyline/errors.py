@@ -1,4 +1,4 @@
-"""Errors that Esper raises on purpose. Every message says what was wrong, what was expected and what to do."""
+"""Errors that Esper raises on purpose: messages say what was wrong, what was expected and what to do."""
 
 
 class EsperError(Exception):

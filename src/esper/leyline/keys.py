@@ -1,4 +1,4 @@
-"""Counter-based randomness: a 64-bit integer hash that gives the same numbers on every device, in any order of rows."""
+"""Counter-based randomness: a 64-bit integer hash, the same on every device and in any order of rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer; int64 products wrap on every device
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed integer; int64 products wrap on every device
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
@@ -45,13 +45,11 @@ def _scramble(value: Tensor) -> Tensor:
 def mix(key: Tensor, *parts: Tensor | int) -> Tensor:
     """A new int64 key from a key and further integers; every argument matters and so does their order."""
     for part in parts:
-        key = _scramble(key + (_wrapped((part + 1) * _GOLDEN) if isinstance(part, int) else (part + 1) * _GOLDEN))
+        step = (part + 1) * _GOLDEN
+        if isinstance(step, int):  # wrapped by hand: copying a tensor to a device makes the host wait
+            step = (step + 2**63) % 2**64 - 2**63
+        key = _scramble(key + step)
     return key
-
-
-def _wrapped(value: int) -> int:
-    """As int64 arithmetic would have it. No tensor is made: copying one to a device makes the host wait."""
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def uniform(keys: Tensor, count: int) -> Tensor:
@@ -65,5 +63,5 @@ def uniform(keys: Tensor, count: int) -> Tensor:
 def seeded(key: int) -> Iterator[None]:
     """Draws of PyTorch's global CPU generator inside depend on the key alone, and leave no trace outside."""
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(key & (2**63 - 1))  # torch.manual_seed would reseed CUDA as well
+        torch.random.default_generator.manual_seed(key & (2**63 - 1))  # torch.manual_seed reseeds CUDA too
         yield

@@ -35,7 +35,7 @@ class SlotConfig:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a module costs: trainable parameters, and FLOPs of matrix products and convolutions per sample forward."""
+    """Trainable parameters, and FLOPs of matrix products and convolutions in one sample's forward pass."""
 
     params: int
     flops: int
@@ -65,12 +65,8 @@ class Transition:
 class Rollback:
     """One row was put back to its last good state."""
 
-    key: int
-    """Of the scenario."""
-    epoch: int
-    """Of the episode, 1 is the first."""
+    key: int  # of the scenario
+    epoch: int  # of the episode, 1 is the first
     rule: str
-    action: tuple[int, ...]
-    """The last one executed in the row, which takes the blame."""
-    ended: bool
-    """Was it the second within a few epochs, which ends the episode?"""
+    action: tuple[int, ...]  # the last one executed in the row, which takes the blame
+    ended: bool  # was it the second within a few epochs, which ends the episode?

@@ -8,24 +8,15 @@ from enum import IntEnum
 class SeedStage(IntEnum):
     """Where a seed is in its life."""
 
-    DORMANT = 0
-    """The slot is empty."""
-    GERMINATED = 1
-    """Weights are written; passed through within one tick on the way to TRAINING."""
-    TRAINING = 2
-    """Incubating: learns without touching the host."""
-    BLENDING = 3
-    """Alpha is moving towards its target, or fading to zero."""
-    HOLDING = 4
-    """Alpha rests at its target: the moment to keep or prune."""
-    FOSSILIZED = 5
-    """Part of the network for good; trains with the host and closes its slot."""
-    PRUNED = 6
-    """Weights are gone."""
-    EMBARGOED = 7
-    """Cooling down: nothing may germinate here yet."""
-    RESETTING = 8
-    """Last tick before the slot is empty again."""
+    DORMANT = 0  # the slot is empty
+    GERMINATED = 1  # weights are written; passed through within one tick on the way to TRAINING
+    TRAINING = 2  # incubating: learns without touching the host
+    BLENDING = 3  # alpha is moving towards its target, or fading to zero
+    HOLDING = 4  # alpha rests at its target: the moment to keep or prune
+    FOSSILIZED = 5  # part of the network for good; trains with the host and closes its slot
+    PRUNED = 6  # weights are gone
+    EMBARGOED = 7  # cooling down: nothing may germinate here yet
+    RESETTING = 8  # last tick before the slot is empty again
 
 
 TRANSITIONS: Mapping[SeedStage, frozenset[SeedStage]] = {
@@ -42,8 +33,7 @@ TRANSITIONS: Mapping[SeedStage, frozenset[SeedStage]] = {
 
 
 def check_transitions(table: Mapping[SeedStage, Iterable[SeedStage]]) -> None:
-    missing = set(SeedStage) - set(table)
-    if missing:
+    if missing := set(SeedStage) - set(table):
         raise TypeError(f"TRANSITIONS has no row for {sorted(s.name for s in missing)}; add one per stage")
 
 
@@ -52,7 +42,7 @@ check_transitions(TRANSITIONS)
 
 @dataclass(frozen=True)
 class GateConfig:
-    """How long a seed stays, and what evidence it needs, before it may move on. Fit for episodes of 12-30 epochs."""
+    """How long a seed stays, and what evidence it needs, to move on. Fit for episodes of 12-30 epochs."""
 
     min_training: int = 1
     """Epochs in TRAINING before ADVANCE."""

@@ -1,7 +1,7 @@
-"""Files that Esper writes: they appear whole or not at all, and carry a digest of all that is in them. Never pickle.
+"""Files that Esper writes: they appear whole or not at all, with a digest of all they hold. Never pickle.
 
-Tensors go into safetensors with a JSON header of a stated kind and schema; the digest is over header and tensors, so a file that
-was changed by anything but Esper is refused instead of being loaded with other results.
+Tensors go into safetensors with a JSON header of a stated kind and schema; the digest is over both, so a file
+that was changed by anything but Esper is refused instead of being loaded with other results.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ SCHEMA = 2
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:
-    """A reader sees the old file or the whole new one, whatever happens. A failure leaves what was there, and nothing else."""
+    """A reader sees the old file or the whole new one. A failure leaves what was there, and nothing else."""
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
@@ -33,24 +33,25 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         raise StateFormatError(f"cannot write {path}: its folder does not exist")
     try:
         _remove_leftovers(path)
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        try:
+        with _synced(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as file:
             while data:
                 data = data[os.write(file, data) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with _synced(path.parent, os.O_RDONLY):  # the folder's own entry of the new file
+            pass
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        raise EsperError(f"cannot write {path}: {error.strerror}; free some space or make it writable") from error
+        advice = "free some space or make it writable"
+        raise EsperError(f"cannot write {path}: {error.strerror}; {advice}") from error
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+@contextmanager
+def _synced(path: Path, flags: int) -> Iterator[int]:
+    """An open file or folder that is on the disk when this ends."""
+    handle = os.open(path, flags, 0o666)
     try:
+        yield handle
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -75,7 +76,8 @@ def locked(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
-        raise EsperError(f"another esper process works in {folder}; wait for it, or choose another folder") from error
+        raise EsperError(f"another esper process works in {folder}; "
+                         "wait for it, or choose another folder") from error
     finally:
         os.close(handle)
 
@@ -104,7 +106,7 @@ def read_bytes(path: str | Path, kind: str) -> bytes:
         raise StateFormatError(f"cannot read a {kind} from {path}: {error.strerror}") from error
 
 
-def write_state(path: str | Path, kind: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_state(path: str | Path, kind: str, header: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     body = {"kind": kind, "schema": SCHEMA, **header}
     text = json.dumps({**body, "sha256": _digest(body, plain)})
@@ -119,7 +121,10 @@ def read_state(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, T
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if "esper" not in metadata:
-                raise StateFormatError(_foreign(path, kind, metadata))
+                old = any(name.startswith("esper.") for name in metadata)
+                raise StateFormatError(f"{path} was written by Esper 0.1 (schema 1); this version reads "
+                                       f"schema {SCHEMA}: make it anew, or use 0.1" if old else
+                                       f"{path} is a safetensors file, but no {kind} saved by Esper")
             body = json.loads(metadata["esper"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
@@ -136,24 +141,21 @@ def decoding(path: str | Path, kind: str) -> Iterator[None]:
         raise
     except EsperError as error:
         raise StateFormatError(str(error)) from error
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
         raise StateFormatError(f"{path} does not describe a {kind}: {error}") from error
-
-
-def _foreign(path: str | Path, kind: str, metadata: Mapping[str, str]) -> str:
-    if any(name.startswith("esper.") for name in metadata):
-        return f"{path} was written by Esper 0.1 (schema 1); this version reads schema {SCHEMA}: make it anew, or use 0.1"
-    return f"{path} is a safetensors file, but no {kind} saved by Esper"
 
 
 def _verified(path: str | Path, kind: str, body: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if not isinstance(body, dict) or "kind" not in body:
-        raise StateFormatError(f"{path} is no {kind} of schema {SCHEMA}; if Esper 0.1 wrote it, make it anew or use 0.1")
+        raise StateFormatError(f"{path} is no {kind} of schema {SCHEMA}; "
+                               "if Esper 0.1 wrote it, make it anew or use 0.1")
     found = body.pop("sha256", None)
     if found != _digest(body, tensors):
-        raise StateFormatError(f"{path} does not match its checksum: it was damaged or edited; put back the original")
+        raise StateFormatError(f"{path} does not match its checksum: it was damaged or edited; "
+                               "put back the original")
     if body["kind"] != kind or body.get("schema") != SCHEMA:
-        raise StateFormatError(f"{path} is a {body['kind']} of schema {body.get('schema')}; expected a {kind} of schema {SCHEMA}")
+        raise StateFormatError(f"{path} is a {body['kind']} of schema {body.get('schema')}; "
+                               f"expected a {kind} of schema {SCHEMA}")
     return body
 
 

@@ -1,4 +1,4 @@
-"""The one way out for facts about a run: columns for a table. Who keeps them, and how, is no business of who writes them."""
+"""The one way out for facts about a run: columns for a table. Writers do not know who keeps them, or how."""
 
 import math
 from collections.abc import Mapping
@@ -27,8 +27,7 @@ class Nowhere:
 class UpdateMetric(NamedTuple):
     """A number that every update of the controller reports."""
 
-    reducer: str
-    """How the optimiser steps of an update become one number."""
+    reducer: str  # how the optimiser steps of an update become one number
     help: str
     unit: str = ""
     low: float = -math.inf
@@ -46,8 +45,8 @@ UPDATE_METRICS: Mapping[str, UpdateMetric] = {
     "ratio_min": UpdateMetric("min", "smallest joint ratio", low=0),
     "grad_norm": UpdateMetric("mean", "before clipping", low=0),
     "value_error": UpdateMetric("mean", "mean absolute error of the value, in units of its scale", low=0),
-    "replay_error": UpdateMetric("max", "largest difference of a replayed log-probability or (relative) value from the stored one",
-                                 low=0),
+    "replay_error": UpdateMetric("max", "largest difference of a replayed log-probability or (relative) "
+                                 "value from the stored one", low=0),
     "advantage_mean": UpdateMetric("last", "before normalisation"),
     "advantage_std": UpdateMetric("last", "before normalisation", low=0),
     "explained_variance": UpdateMetric("last", "of returns by values, before the update", high=1),
@@ -57,7 +56,8 @@ UPDATE_METRICS: Mapping[str, UpdateMetric] = {
     "learning_rate": UpdateMetric("last", "of this update", low=0),
 }
 HEAD_METRICS: Mapping[str, UpdateMetric] = {
-    "entropy": UpdateMetric("last", "conditional entropy of the head while acting, as a share of its most", "", 0, 1.0001),
+    "entropy": UpdateMetric(
+        "last", "conditional entropy of the head while acting, as a share of its most", "", 0, 1.0001),
     "grad_norm": UpdateMetric("mean", "gradient norm of the head's own weights", low=0),
     "learnable": UpdateMetric("last", "share of steps at which the head mattered and had a choice", "", 0, 1),
 }

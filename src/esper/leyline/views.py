@@ -1,7 +1,7 @@
 """What policies may know: the view of an environment, and the observation that a controller makes of it.
 
-Legend: N rows, S slots, K blueprints, D numbers of a descriptor. A view never holds the twin, the hidden part of a
-scenario or the test split: a model in the field has none of them.
+Legend: N rows, S slots, K blueprints, D numbers of a descriptor. A view never holds the twin, the hidden part
+of a scenario or the test split: a model in the field has none of them.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCORES = ("loss", "score", "smooth", "train_loss")
-"""The columns of `Facts.scores`: on the validation slice as the objective has them, and the mean loss of the epoch's training."""
+"""Columns of `Facts.scores`: the objective's on the validation slice, and the epoch's mean training loss."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Facts:
     preview: Contribution  # [N, S] of incubating seeds, switched on
     descriptors: "Tensor"  # [S, K, D] of every blueprint at every slot's shape
     prices: "Tensor"  # [S, K, 2] parameters and FLOPs of every blueprint there
-    candidates: Contribution | None = None  # [N, S, K] loss drops of blueprints not planted yet; None: never asked for
+    candidates: Contribution | None = None  # [N, S, K] loss drops if planted now; None: never asked for
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class View:
     free_targets: "Tensor"  # [N, S, targets] bool
     seeds: Seeds
     facts: Facts | None = None  # None: nothing measures here, so nothing can be observed
-    settling: int | None = None  # epochs that a seed needs to be kept, beside its first ramp; None: there is no end
+    settling: int | None = None  # epochs a seed needs to be kept, beside its first ramp; None: no end
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Field:
     name: str
     width: int = 1
     scaled: bool = False
-    """A continuous number: brought to mean 0 and spread 1 by running statistics. Anything else passes as it is."""
+    """A continuous number, brought to mean 0 and spread 1 by running statistics. Others pass as they are."""
     known_by: str = ""
     """The flag that says whether it was measured; without it the field is zero."""
     by: str = ""
@@ -98,18 +98,22 @@ class ObservationSpec:
         for part in (self.row, self.slot, self.candidate):
             names = [field.name for field in part]
             if len(set(names)) != len(names) or any({f.known_by, f.by} - {"", *names} for f in part):
-                raise EsperError(f"an ObservationSpec needs distinct names and flags that exist; got {', '.join(names)}")
-            if len(keys := {f.by for f in part} - {""}) > 1 or any(f.width < 2 for f in part if f.name in keys):
-                raise EsperError("the statistics of one part of an ObservationSpec can be kept by one field only, a one-hot")
+                raise EsperError("an ObservationSpec needs distinct names and flags that exist; "
+                                 f"got {', '.join(names)}")
+            keys = {f.by for f in part} - {""}
+            if len(keys) > 1 or any(f.width < 2 for f in part if f.name in keys):
+                raise EsperError("the statistics of one part of an ObservationSpec can be kept by one field "
+                                 "only, a one-hot")
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        row, slot, candidate = (sum(field.width for field in part) for part in (self.row, self.slot, self.candidate))
+        parts = (self.row, self.slot, self.candidate)
+        row, slot, candidate = (sum(field.width for field in part) for part in parts)
         return row, slot, candidate
 
 
 class Observation(NamedTuple):
-    """What a controller sees of N rows (or of T x N): floats whose last dimension follows an ObservationSpec."""
+    """What a controller sees of N rows (or T x N): floats whose last dimension follows an ObservationSpec."""
 
     row: "Tensor"  # [..., G]
     slot: "Tensor"  # [..., S, F]

@@ -1,4 +1,4 @@
-"""Tamiyo: the mind. Observations, masks, distributions, the network, and every policy that decides how hosts grow."""
+"""Tamiyo: the mind. Observations, masks, distributions, the network, and every policy of growth."""
 
 from esper.tamiyo.controller import Controller
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits, MaskedCategorical, Scored
@@ -10,29 +10,8 @@ from esper.tamiyo.policies import POLICIES, Learned, PolicyBundle, Random, Scrip
 from esper.tamiyo.triggered import TRIGGERS, Planned, TriggerConfig, Triggered
 
 __all__ = [
-    "OBSERVATION",
-    "POLICIES",
-    "TRIGGERS",
-    "ActionDistribution",
-    "ActionLogits",
-    "ActionMasks",
-    "Controller",
-    "FactoredRecurrentActorCritic",
-    "Heuristic",
-    "HeuristicConfig",
-    "Learned",
-    "MaskedCategorical",
-    "NetworkConfig",
-    "Normaliser",
-    "Planned",
-    "PolicyBundle",
-    "Random",
-    "Scored",
-    "Scripted",
-    "TriggerConfig",
-    "Triggered",
-    "Wait",
-    "action_masks",
-    "entry",
-    "observe",
+    "OBSERVATION", "POLICIES", "TRIGGERS", "ActionDistribution", "ActionLogits", "ActionMasks", "Controller",
+    "FactoredRecurrentActorCritic", "Heuristic", "HeuristicConfig", "Learned", "MaskedCategorical",
+    "NetworkConfig", "Normaliser", "Planned", "PolicyBundle", "Random", "Scored", "Scripted", "TriggerConfig",
+    "Triggered", "Wait", "action_masks", "entry", "observe",
 ]

@@ -1,4 +1,4 @@
-"""A controller: the network with the statistics that scale what it sees, as one thing to run, save and load."""
+"""A controller: the network and the statistics that scale what it sees, to run, save and load as one."""
 
 import copy
 from collections.abc import Mapping
@@ -48,9 +48,10 @@ class Controller:
         normaliser.to(self.device)
 
     @classmethod
-    def fresh(cls, spec: ActionSpec, config: NetworkConfig | None = None, observation: ObservationSpec = OBSERVATION,
-              device: torch.device | str = "cpu") -> "Controller":
-        return cls(FactoredRecurrentActorCritic(spec, config, observation).to(device), Normaliser(observation))
+    def fresh(cls, spec: ActionSpec, config: NetworkConfig | None = None,
+              observation: ObservationSpec = OBSERVATION, device: torch.device | str = "cpu") -> "Controller":
+        network = FactoredRecurrentActorCritic(spec, config, observation)
+        return cls(network.to(device), Normaliser(observation))
 
     @property
     def device(self) -> torch.device:
@@ -67,13 +68,16 @@ class Controller:
             mine, shown = (getattr(seen, name) for seen in (self.network.observation, OBSERVATION))
             if mine != shown:
                 odd = sorted({f.name for f in {*mine} ^ {*shown}}) or ["the order"]
-                raise EsperError(f"this controller sees other {name} fields than there are: {', '.join(odd)} differ")
+                raise EsperError(f"this controller sees other {name} fields than there are: "
+                                 f"{', '.join(odd)} differ")
         return Controller(self.network.bound_to(spec), self.normaliser)
 
-    def act(self, shown: PolicyInput, hidden: Tensor, explore: float = 0.0, greedy: bool = False) -> tuple[Observation, Acted]:
+    def act(self, shown: PolicyInput, hidden: Tensor, explore: float = 0.0,
+            greedy: bool = False) -> tuple[Observation, Acted]:
         """(what was seen, scaled; what was done) in one step; rows to reset start with an empty memory."""
-        seen, hidden = self.normaliser(shown.seen), emptied(hidden, shown.reset)
-        return seen, self.network.get_action(seen, shown.masks, hidden, None if greedy else shown.u, explore, shown.privileged)
+        seen, u = self.normaliser(shown.seen), None if greedy else shown.u
+        return seen, self.network.get_action(seen, shown.masks, emptied(hidden, shown.reset), u, explore,
+                                             shown.privileged)
 
     @torch.no_grad()
     @exact()
@@ -86,37 +90,41 @@ class Controller:
 
     def header(self) -> dict[str, Any]:
         net = self.network
-        return {"spec": to_dict(net.spec), "network": to_dict(net.config), "observation": to_dict(net.observation),
-                "limit": self.normaliser.limit}
+        parts = {"spec": net.spec, "network": net.config, "observation": net.observation}
+        return {name: to_dict(part) for name, part in parts.items()} | {"limit": self.normaliser.limit}
 
     def tensors(self) -> dict[str, Tensor]:
         weights = {f"network.{name}": t.detach().cpu() for name, t in self.network.state_dict().items()}
         return weights | {f"normaliser.{name}": t for name, t in self.normaliser.tensors().items()}
 
     @classmethod
-    def decode(cls, header: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str, path: str) -> "Controller":
+    def decode(cls, header: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | str,
+               path: str) -> "Controller":
         """From what `header` and `tensors` gave; `path` is for sentences."""
         with decoding(path, "controller"):
             observation = from_dict(ObservationSpec, header["observation"], f"{path}: observation")
             spec = from_dict(ActionSpec, header["spec"], f"{path}: spec")
             config = from_dict(NetworkConfig, header["network"], f"{path}: network")
             with torch.device("meta"):  # a crafted size must not be allocated before it is compared
-                sizes = {name: t.shape for name, t in FactoredRecurrentActorCritic(spec, config, observation).state_dict().items()}
-            weights = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("network.")}
-            scales = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("normaliser.")}
-            check_tensors("weights", sizes, weights)
-            controller = cls(FactoredRecurrentActorCritic(spec, config, observation),
-                             Normaliser(observation, limit=float(header["limit"])))
-            check_tensors("scales", {name: t.shape for name, t in controller.normaliser.tensors().items()}, scales)
-            controller.network.load_state_dict(weights)
-            controller.network.to(device)
-            controller.normaliser.load(scales)
-            return cls(controller.network, controller.normaliser)
+                empty = FactoredRecurrentActorCritic(spec, config, observation).state_dict()
+            weights, scales = inside(tensors, "network."), inside(tensors, "normaliser.")
+            check_tensors("weights", {name: t.shape for name, t in empty.items()}, weights)
+            network = FactoredRecurrentActorCritic(spec, config, observation)
+            normaliser = Normaliser(observation, limit=float(header["limit"]))
+            check_tensors("scales", {name: t.shape for name, t in normaliser.tensors().items()}, scales)
+            network.load_state_dict(weights)
+            normaliser.load(scales)
+            return cls(network.to(device), normaliser)
+
+
+def inside(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin with the prefix, without it."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def check_tensors(what: str, expected: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
     """The same names with the same shapes, or one sentence."""
-    wrong = [name for name in expected.keys() | found.keys() if name not in expected or name not in found
-             or expected[name] != found[name].shape]
-    if wrong:
-        raise StateFormatError(f"these {what} are of another controller: {', '.join(sorted(wrong)[:3])} differ")
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    if wrong := {name for name, _ in expected.items() ^ shapes.items()}:
+        names = ", ".join(sorted(wrong)[:3])
+        raise StateFormatError(f"these {what} are of another controller: {names} differ")

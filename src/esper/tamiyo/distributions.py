@@ -21,16 +21,18 @@ AT_ONCE = ALPHA_SPEEDS.index(0)
 class MaskedCategorical:
     """Softmax over the possible choices, mixed with the uniform distribution over them.
 
-    The mixture keeps every possible choice alive with probability `explore / choices` at least, and gradients flow
-    through the softmax part whatever its value; clamping probabilities would stop them.
+    The mixture keeps every possible choice alive with probability `explore / choices` at least, and gradients
+    flow through the softmax part whatever its value; clamping probabilities would stop them.
     """
 
-    def __init__(self, logits: Tensor, mask: Tensor, explore: Tensor | float = 0.0, validate: bool = True) -> None:
-        """logits [..., C] of any float type; mask bool [..., C]; validate asks that every row has a choice."""
+    def __init__(self, logits: Tensor, mask: Tensor, explore: Tensor | float = 0.0,
+                 validate: bool = True) -> None:
+        """logits [..., C] of any float type; mask bool [..., C]; validate: every row must have a choice."""
         if logits.shape != mask.shape:
-            raise EsperError(f"a mask of shape {list(mask.shape)} for logits of shape {list(logits.shape)}; they must be equal")
-        if validate and not bool(mask.any(-1).all()):
-            raise InvalidStateMachineError(f"a mask allows nothing at {(~mask.any(-1)).nonzero()[0].tolist()}")
+            raise EsperError(f"a mask of shape {list(mask.shape)} for logits of shape {list(logits.shape)}; "
+                             "they must be equal")
+        if validate and len(none := (~mask.any(-1)).nonzero()):
+            raise InvalidStateMachineError(f"a mask allows nothing at {none[0].tolist()}")
         self.mask, self.choices = mask, mask.sum(-1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         plain = torch.where(mask, wide, MASKED).log_softmax(-1)
@@ -60,17 +62,18 @@ class MaskedCategorical:
         return -(self.probs * self.log_probs).sum(-1)
 
     def at(self, index: Tensor) -> "MaskedCategorical":
-        """Of many categoricals [batch, I, ...], those at `index` [batch] of the dimension behind the batch."""
-        place = index.dim()
-        wide = index.view(*index.shape, *[1] * (self.mask.dim() - place)).expand(*index.shape, 1, *self.mask.shape[place + 1 :])
-        picked = object.__new__(MaskedCategorical)  # the same probabilities: nothing is computed again
-        picked.mask, picked.log_probs = (t.gather(place, wide).squeeze(place) for t in (self.mask, self.log_probs))
+        """Of many categoricals [batch, I, ...], those at `index` [batch] of the dimension after the batch."""
+        place, picked = index.dim(), object.__new__(MaskedCategorical)  # nothing is computed again
+        wide = index.view(*index.shape, *[1] * (self.mask.dim() - place))
+        wide = wide.expand(*index.shape, 1, *self.mask.shape[place + 1 :])
+        picked.mask, picked.log_probs = (t.gather(place, wide).squeeze(place)
+                                         for t in (self.mask, self.log_probs))
         picked.choices = picked.mask.sum(-1)
         return picked
 
 
 class ActionLogits(NamedTuple):
-    """What a network says, in the shape of `ActionMasks`; an alpha_curve also has a dimension of speeds if those are chosen."""
+    """What a network says, in the shape of `ActionMasks`; a curve has a dimension of speeds, if chosen."""
 
     op: Tensor  # [..., O]
     slot: Tensor  # [..., O, S]
@@ -79,12 +82,12 @@ class ActionLogits(NamedTuple):
     @classmethod
     def flat(cls, spec: ActionSpec, masks: ActionMasks) -> "ActionLogits":
         """No preference at all."""
-        values = {pair: mask.float() for pair, mask in masks.values.items()}
+        values = {pair: torch.zeros_like(mask, dtype=torch.float32) for pair, mask in masks.values.items()}
         for pair, zeros in values.items():
             if _by_speed(spec, pair):
                 values[pair] = zeros.unsqueeze(-2).repeat_interleave(len(ALPHA_SPEEDS), -2)
         op, slot = (torch.zeros_like(mask, dtype=torch.float32) for mask in (masks.op, masks.slot))
-        return cls(op, slot, {pair: torch.zeros_like(t) for pair, t in values.items()})
+        return cls(op, slot, values)
 
 
 class Scored(NamedTuple):
@@ -98,21 +101,20 @@ class Scored(NamedTuple):
 class ActionDistribution:
     """The joint distribution of an action under a spec."""
 
-    def __init__(self, spec: ActionSpec, logits: ActionLogits, masks: ActionMasks, explore: Tensor | float = 0.0,
-                 validate: bool = True) -> None:
+    def __init__(self, spec: ActionSpec, logits: ActionLogits, masks: ActionMasks,
+                 explore: Tensor | float = 0.0, validate: bool = True) -> None:
         if validate:
             masks.check(spec, tuple(logits.op.shape[:-1]), logits.op.device)
-        self.spec = spec
+        self.spec, self.values = spec, {}
         self.op = MaskedCategorical(logits.op, masks.op, explore, False)
         self.slot = MaskedCategorical(logits.slot, masks.slot, explore, False)
-        self.values = {pair: self._value(pair, logits.values[pair], masks.values[pair], explore) for pair in spec.pairs}
-
-    def _value(self, pair: Pair, logits: Tensor, mask: Tensor, explore: Tensor | float) -> MaskedCategorical:
-        if _by_speed(self.spec, pair):  # at once has no shape: the curve is then its default
-            default = torch.arange(mask.shape[-1], device=mask.device) == self.spec.defaults[Head.ALPHA_CURVE]
-            at_once = torch.arange(logits.shape[-2], device=mask.device) == AT_ONCE
-            mask = torch.where(at_once[:, None], default, mask.unsqueeze(-2)).expand_as(logits)
-        return MaskedCategorical(logits, mask, explore, False)
+        for pair in spec.pairs:
+            said, mask = logits.values[pair], masks.values[pair]
+            if _by_speed(spec, pair):  # at once has no shape: the curve is then its default
+                default = torch.arange(mask.shape[-1], device=mask.device) == spec.defaults[Head.ALPHA_CURVE]
+                at_once = torch.arange(said.shape[-2], device=mask.device) == AT_ONCE
+                mask = torch.where(at_once[:, None], default, mask.unsqueeze(-2)).expand_as(said)
+            self.values[pair] = MaskedCategorical(said, mask, explore, False)
 
     def sample(self, u: Tensor) -> Tensor:
         """Actions [..., H] by uniform numbers u [..., H]."""
@@ -124,42 +126,44 @@ class ActionDistribution:
 
     def _draw(self, draw: Callable[[MaskedCategorical, Head], Tensor]) -> Tensor:
         spec, op = self.spec, draw(self.op, Head.OP)
-        chosen = {head: torch.full_like(op, spec.defaults[head]) for head in spec.heads}
-        slot = draw(self.slot.at(op), Head.SLOT) if Head.SLOT in spec.heads else torch.full_like(op, spec.defaults[Head.SLOT])
-        chosen |= {Head.OP: op} | ({Head.SLOT: slot} if Head.SLOT in spec.heads else {})
-        for pair, table in self.values.items():
-            drawn = draw(self._given(table, pair, slot, chosen), pair[1])
+        chosen = {head: torch.full_like(op, spec.defaults[head]) for head in Head} | {Head.OP: op}
+        if Head.SLOT in spec.heads:
+            chosen[Head.SLOT] = draw(self.slot.at(op), Head.SLOT)
+        for pair in self.values:
+            drawn = draw(self._given(pair, chosen), pair[1])
             chosen[pair[1]] = torch.where(op == spec.ops.index(pair[0]), drawn, chosen[pair[1]])
         return torch.stack([chosen[head] for head in spec.heads], -1)
 
-    def _given(self, table: MaskedCategorical, pair: Pair, slot: Tensor, chosen: Mapping[Head, Tensor]) -> MaskedCategorical:
-        table = table.at(slot)
+    def _given(self, pair: Pair, chosen: Mapping[Head, Tensor]) -> MaskedCategorical:
+        table = self.values[pair].at(chosen[Head.SLOT])
         return table.at(chosen[Head.ALPHA_SPEED]) if _by_speed(self.spec, pair) else table
 
     def score(self, actions: Tensor) -> Scored:
         """Of actions [..., H]. What is irrelevant to the op, or had one choice, counts nothing."""
-        spec = self.spec
-        if actions.shape != (*self.op.choices.shape, len(spec.heads)):
-            raise EsperError(f"actions have shape {list(actions.shape)}; expected {[*self.op.choices.shape, len(spec.heads)]}")
+        spec, shape = self.spec, (*self.op.choices.shape, len(self.spec.heads))
+        if actions.shape != shape:
+            raise EsperError(f"actions have shape {list(actions.shape)}; expected {list(shape)}")
         chosen = dict(zip(spec.heads, actions.unbind(-1), strict=True))
         op = chosen[Head.OP]
-        slot = chosen.get(Head.SLOT, torch.full_like(op, spec.defaults[Head.SLOT]))
+        chosen.setdefault(Head.SLOT, torch.full_like(op, spec.defaults[Head.SLOT]))
         zero, never = torch.zeros_like(self.op.log_prob(op)), torch.zeros_like(op, dtype=torch.bool)
         scores = dict.fromkeys(spec.heads, zero) | {Head.OP: self.op.log_prob(op)}
         relevant = dict.fromkeys(spec.heads, never) | {Head.OP: self.op.choices > 1}
         if Head.SLOT in spec.heads:
             which = self.slot.at(op)
-            scores[Head.SLOT], relevant[Head.SLOT] = which.log_prob(slot), which.choices > 1
-        for pair, table in self.values.items():
-            mine, given = op == spec.ops.index(pair[0]), self._given(table, pair, slot, chosen)
-            scores[pair[1]] = torch.where(mine, given.log_prob(chosen[pair[1]]), scores[pair[1]])
-            relevant[pair[1]] = torch.where(mine, given.choices > 1, relevant[pair[1]])
+            scores[Head.SLOT], relevant[Head.SLOT] = which.log_prob(chosen[Head.SLOT]), which.choices > 1
+        for pair in self.values:
+            (name, head), given = pair, self._given(pair, chosen)
+            mine = op == spec.ops.index(name)
+            scores[head] = torch.where(mine, given.log_prob(chosen[head]), scores[head])
+            relevant[head] = torch.where(mine, given.choices > 1, relevant[head])
         heads, matters = (torch.stack([part[head] for head in spec.heads], -1) for part in (scores, relevant))
         return Scored(heads.sum(-1), heads, matters)
 
     def entropy(self) -> Tensor:
         """[...] of the joint action: H(op) + sum of p(op) (H(slot) + sum of p(slot) H(value)), in nats."""
-        values = sum((self._expected(pair) for pair in self.values), torch.zeros_like(self.slot.log_probs))  # [..., O, S]
+        nothing = torch.zeros_like(self.slot.log_probs)
+        values = sum((self._expected(pair) for pair in self.values), nothing)  # [..., O, S]
         below = self.slot.entropy() + (self.slot.probs * values).sum(-1)
         return self.op.entropy() + (self.op.probs * below).sum(-1)
 
@@ -177,36 +181,35 @@ class ActionDistribution:
         The weights of the average sum to one however unlikely the askers are, and carry no gradient: a head
         that is hardly ever asked keeps the gradient of its entropy; the joint entropy's shrinks with p(op).
         """
-        batch, zero = self.op.choices.dim(), torch.zeros_like(self.op.log_probs[..., 0])
-        return torch.stack([sum((_behind(share * table.entropy(), batch) for table, share in shares), zero)
-                            for shares, _ in self._asked()], -1)
+        return self._averaged(self._asked(), lambda table, share: share * table.entropy())
 
     def head_entropies(self) -> tuple[Tensor, Tensor]:
-        """([..., H] conditional entropy of each head as a share of its most, [..., H] how likely the head is asked).
+        """([..., H] conditional entropy of each head as a share of its most, [..., H] how likely it is
+        asked), averaged over the ops and slots that would ask the head, taken or not. For diagnosis only."""
+        asked = self._asked()
+        each = self._averaged(asked, lambda t, share: share * t.entropy() / t.choices.clamp(min=2).log())
+        return each, torch.stack([likely for _, likely in asked], -1)
 
-        Averaged over the ops and slots that would ask the head, whether one was taken or not. For diagnosis only.
-        """
-        batch, zero, asked = self.op.choices.dim(), torch.zeros_like(self.op.log_probs[..., 0]), self._asked()
-        each = [sum((_behind(share * table.entropy() / table.choices.clamp(min=2).log(), batch)
-                     for table, share in shares), zero) for shares, _ in asked]
-        return torch.stack(each, -1), torch.stack([likely for _, likely in asked], -1)
+    def _averaged(self, asked: list["Asked"], term: Callable[[MaskedCategorical, Tensor], Tensor]) -> Tensor:
+        """[..., H]: the sum of each head's terms over everything behind the batch."""
+        zero = torch.zeros_like(self.op.log_probs[..., 0])
+        return torch.stack([sum((term(*one).reshape(*zero.shape, -1).sum(-1) for one in shares), zero)
+                            for shares, _ in asked], -1)
 
-    def _asked(self) -> list[tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]]:
-        """For each head ([(categoricals, their shares of being asked)], [...] how likely the head is asked).
-
-        Nothing here carries a gradient. Shares are made of logarithms: unlikely askers sum to one too.
-        """
+    def _asked(self) -> list["Asked"]:
+        """Of each head, without gradients. Shares are made of logarithms: unlikely askers sum to one too."""
         asked, zero = _log(self.op)[..., None] + _log(self.slot), torch.zeros_like(self.op.log_probs[..., 0])
         terms = {Head.OP: [(self.op, zero)], Head.SLOT: [(self.slot, _log(self.op))]}
-        for pair in self.values:
-            terms.setdefault(pair[1], []).append(self._weighted(pair, asked))
+        for (op, head), table in self.values.items():
+            weight = asked[..., self.spec.ops.index(op), :]
+            if _by_speed(self.spec, (op, head)):
+                weight = weight[..., None] + _log(self.values[op, Head.ALPHA_SPEED])
+            terms.setdefault(head, []).append((table, weight))
         return [_shared(terms[head], zero.dim()) if head in terms else ([], zero) for head in self.spec.heads]
 
-    def _weighted(self, pair: Pair, asked: Tensor) -> tuple[MaskedCategorical, Tensor]:
-        weight = asked[..., self.spec.ops.index(pair[0]), :]
-        if _by_speed(self.spec, pair):
-            weight = weight[..., None] + _log(self.values[pair[0], Head.ALPHA_SPEED])
-        return self.values[pair], weight
+
+Asked = tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]
+"""([(categoricals, their shares of being asked)], [...] how likely the head is asked)."""
 
 
 def _by_speed(spec: ActionSpec, pair: Pair) -> bool:
@@ -214,18 +217,12 @@ def _by_speed(spec: ActionSpec, pair: Pair) -> bool:
     return pair[1] == Head.ALPHA_CURVE and Head.ALPHA_SPEED in spec.heads
 
 
-def _behind(values: Tensor, batch: int) -> Tensor:
-    """Sum over every dimension behind the first `batch`."""
-    return values.reshape(*values.shape[:batch], -1).sum(-1)
-
-
 def _log(choice: MaskedCategorical) -> Tensor:
-    """Log-probabilities without gradient, in which the impossible is impossible and not merely unlikely."""
+    """Log-probabilities without gradient, in which the impossible is impossible, not merely unlikely."""
     return torch.where(choice.mask, choice.log_probs.detach(), -torch.inf)
 
 
-def _shared(terms: list[tuple[MaskedCategorical, Tensor]],
-            batch: int) -> tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]:
+def _shared(terms: list[tuple[MaskedCategorical, Tensor]], batch: int) -> Asked:
     """From the log-probability that each categorical is asked: (shares of one, the probability of any)."""
     logs = [torch.where(table.choices > 1, log, -torch.inf) for table, log in terms]
     logs = [log.reshape(*log.shape[:batch], -1) for log in logs]

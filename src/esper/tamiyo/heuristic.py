@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.leyline import EsperError, Facts, Head, LifecycleOp, SeedStage, View
 from esper.tamiyo.masks import action_masks
-from esper.tamiyo.scripts import to_spec
+from esper.tamiyo.scripts import to_spec, waiting
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class HeuristicConfig:
     doubt: float = 1.0
     """Standard errors by which a contribution must pass its price before the last moment to decide."""
     hoped: float = 0.05
-    """Gain in score that a seed as large as its host is expected to bring, without a preview; smaller ones bring less."""
+    """Gain in score expected of a seed as large as its host, without a preview; smaller ones bring less."""
 
 
 class Heuristic:
@@ -40,17 +40,15 @@ class Heuristic:
             raise EsperError("the heuristic reads measurements, and this view has none")
         self._watch(view, facts)
         wishes, never = self._wishes(view, facts), torch.zeros_like(view.seeds.fading)
-        wanted = action_masks(view).slot & torch.stack([wishes.get(op, never) for op in spec.ops], 1)  # [N, O, S]
+        wished = torch.stack([wishes.get(op, never) for op in spec.ops], 1)  # [N, O, S]
         worth = self._worth(view, facts)
         need = worth.amax(2)  # [N, S]: of slots with equal wishes the neediest goes first
-        rank = torch.tensor([float(_URGENCY.index(op)) for op in spec.ops])
-        urgency = torch.where(wanted, rank[:, None] + 0.5 * need.argsort(1).argsort(1)[:, None] / spec.slots, 0.0)
-        best = urgency.flatten(1).argmax(1)
-        acts = urgency.flatten(1).amax(1) > 0
-        slot = torch.where(acts, best % spec.slots, spec.defaults[Head.SLOT])
-        op = torch.where(acts, torch.tensor(spec.ops)[best // spec.slots], int(LifecycleOp.WAIT))
-        every = torch.arange(len(op))
-        full = torch.tensor([spec.defaults[head] for head in Head]).repeat(len(op), 1)
+        rank = torch.tensor([float(_URGENCY.index(op)) for op in spec.ops])[:, None]
+        rank = rank + 0.5 * need.argsort(1).argsort(1)[:, None] / spec.slots
+        most, best = torch.where(action_masks(view).slot & wished, rank, 0.0).flatten(1).max(1)
+        slot = torch.where(most > 0, best % spec.slots, spec.defaults[Head.SLOT])
+        op = torch.where(most > 0, torch.tensor(spec.ops)[best // spec.slots], int(LifecycleOp.WAIT))
+        every, full = torch.arange(len(op)), waiting(view)
         full[:, Head.OP], full[:, Head.SLOT] = op, slot
         grows = op == LifecycleOp.GERMINATE
         blueprint = worth[every, slot].argmax(1)
@@ -63,7 +61,8 @@ class Heuristic:
         """Count the epochs in which each row made no progress."""
         shape = (len(view.clock), *facts.prices.shape[:2])
         if self.tried.shape != shape:
-            self.best, self.stale, self.tried = torch.full(shape[:1], torch.inf), torch.zeros(shape[0]), torch.zeros(shape)
+            self.best, self.stale = torch.full(shape[:1], torch.inf), torch.zeros(shape[0])
+            self.tried = torch.zeros(shape)
         new = view.clock == 0
         self.best[new], self.stale[new], self.tried[new] = torch.inf, 0, 0
         loss = torch.where(facts.scores[:, 0].isfinite(), facts.scores[:, 0], torch.inf)
@@ -73,28 +72,28 @@ class Heuristic:
 
     def _wishes(self, view: View, facts: Facts) -> dict[LifecycleOp, Tensor]:
         """bool [N, S] for every op: where it would be done if it were allowed."""
-        seeds, left, known = view.seeds, view.horizon - view.clock, facts.contribution.known
+        seeds, left, config = view.seeds, view.horizon - view.clock, self.config
+        seen, preview = facts.contribution, facts.preview
         cost = view.price[:, None] * facts.costs[..., 0]
-        gain, doubt = facts.contribution.value - cost, self.config.doubt * facts.contribution.standard_error
-        late = (left <= 2)[:, None] | (seeds.dwell >= self.config.patience + 1)
-        holding = (seeds.stage == SeedStage.HOLDING) & known
-        hopeless = facts.preview.known & (facts.preview.value + self.config.doubt * facts.preview.standard_error < 0)
+        gain, doubt = seen.value - cost, config.doubt * seen.standard_error
+        late = (left <= 2)[:, None] | (seeds.dwell >= config.patience + 1)
+        holding = (seeds.stage == SeedStage.HOLDING) & seen.known
+        hopeless = preview.known & (preview.value + config.doubt * preview.standard_error < 0)
         developing = ((seeds.stage >= SeedStage.GERMINATED) & (seeds.stage <= SeedStage.HOLDING)).any(1)
-        grow = (self.stale >= self.config.patience) & (left >= self.config.least_left) & ~developing
+        grow = (self.stale >= config.patience) & (left >= config.least_left) & ~developing
         pays = self._worth(view, facts).amax(2) > 0
         return {
             LifecycleOp.FOSSILIZE: holding & ((gain > doubt) | (late & (gain > 0))),
             LifecycleOp.PRUNE: (holding & ((gain < -doubt) | (late & (gain <= 0))))
-            | ((seeds.stage == SeedStage.TRAINING) & hopeless & (seeds.dwell > self.config.patience)),
+            | ((seeds.stage == SeedStage.TRAINING) & hopeless & (seeds.dwell > config.patience)),
             LifecycleOp.ADVANCE: ~hopeless,
             LifecycleOp.GERMINATE: grow[:, None] & pays,
         }
 
     def _worth(self, view: View, facts: Facts) -> Tensor:
-        """[N, S, K]: expected gain of each candidate less its price. Previews where there are any, else its size tells."""
+        """[N, S, K]: expected gain of each candidate, by its preview if any, or its size, less its price."""
         size = facts.prices[..., 0] / max(facts.host.params, 1)
-        hope = self.config.hoped * size / (size + 0.2)
-        gain = hope.expand_as(self.tried)
+        gain = (self.config.hoped * size / (size + 0.2)).expand_as(self.tried)
         if facts.candidates is not None:
             gain = torch.where(facts.candidates.known, facts.candidates.value, gain)
         real = torch.tensor([name != "noop" for name in view.spec.blueprints])
@@ -102,6 +101,6 @@ class Heuristic:
         return torch.where(real, worth, -torch.inf)
 
 
-_URGENCY = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.SET_ALPHA_TARGET, LifecycleOp.ADVANCE, LifecycleOp.PRUNE,
-            LifecycleOp.FOSSILIZE)
+_URGENCY = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.SET_ALPHA_TARGET, LifecycleOp.ADVANCE,
+            LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)
 """From least to most urgent."""

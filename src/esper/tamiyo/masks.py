@@ -1,7 +1,7 @@
 """What can be done: masks over every head, given the op and the slot.
 
-Legend: N rows (any leading dimensions), S slots, O ops of the spec. An impossible action cannot be expressed, nor one that
-must fail, nor two names of the same action: what has no effect has one choice, its default.
+Legend: N rows (any leading dimensions), S slots, O ops of the spec. An impossible action cannot be expressed,
+nor one that must fail, nor two names of the same action: what has no effect has one choice, its default.
 """
 
 from collections.abc import Mapping
@@ -32,14 +32,15 @@ class ActionMasks(NamedTuple):
 
     def check(self, spec: ActionSpec, shape: tuple[int, ...], device: torch.device) -> None:
         """Raise for a mask of another shape, dtype or device, and for a choice without a possible value."""
-        for name, size in mask_sizes(spec).items():
-            mask = self.named().get(name)
-            if mask is None:
-                raise EsperError(f"there is no mask {name!r}; this action spec needs {', '.join(mask_sizes(spec))}")
+        sizes, named = mask_sizes(spec), self.named()
+        for name, size in sizes.items():
+            if (mask := named.get(name)) is None:
+                raise EsperError(f"there is no mask {name!r}; this action spec needs {', '.join(sizes)}")
             if mask.shape != (*shape, *size):
                 raise EsperError(f"mask {name!r} has shape {list(mask.shape)}; expected {[*shape, *size]}")
             if mask.dtype != torch.bool or mask.device.type != device.type:
-                raise EsperError(f"mask {name!r} is {mask.dtype} on {mask.device.type}; expected torch.bool on {device.type}")
+                raise EsperError(f"mask {name!r} is {mask.dtype} on {mask.device.type}; "
+                                 f"expected torch.bool on {device.type}")
         # One transfer for all: is there a choice wherever one can be asked for?
         able = self.op.any(-1).all() & (self.slot.any(-1) | ~self.op).all()
         for (op, _), mask in self.values.items():
@@ -53,14 +54,15 @@ class ActionMasks(NamedTuple):
         for name, mask in self.named().items():
             empty = asked[name] & ~mask.any(-1)
             if bool(empty.any()):
-                raise InvalidStateMachineError(f"mask {name!r} allows nothing at {empty.nonzero()[0].tolist()}; "
-                                               "every choice that can be asked for needs a possible value")
+                place = empty.nonzero()[0].tolist()
+                raise InvalidStateMachineError(f"mask {name!r} allows nothing at {place}; every choice that "
+                                               "can be asked for needs a possible value")
 
 
 def mask_sizes(spec: ActionSpec) -> dict[str, tuple[int, ...]]:
     """Flat name -> shape behind the leading dimensions."""
-    ops = len(spec.ops)
-    return {"op": (ops,), "slot": (ops, spec.slots)} | {_name(p): (spec.slots, spec.head_sizes[p[1]]) for p in spec.pairs}
+    ops, values = len(spec.ops), {_name(p): (spec.slots, spec.head_sizes[p[1]]) for p in spec.pairs}
+    return {"op": (ops,), "slot": (ops, spec.slots)} | values
 
 
 def _name(pair: Pair) -> str:
@@ -69,51 +71,51 @@ def _name(pair: Pair) -> str:
 
 def action_masks(view: View) -> ActionMasks:
     """From stages and gate verdicts; a row that is done may only WAIT."""
-    spec, rows = view.spec, len(view.clock)
+    spec, default = view.spec, view.spec.defaults
     slot = view.verdicts[:, :, list(spec.ops)].transpose(1, 2) & ~view.done[:, None, None]  # [N, O, S]
     values = {pair: _values(view, *pair) for pair in spec.pairs}
-    for op in spec.ops:
-        number = spec.ops.index(op)
+    for number, op in enumerate(spec.ops):
         if op is LifecycleOp.SET_ALPHA_TARGET:  # a target must be free, chosen or not
-            chosen = values.get((op, Head.ALPHA_TARGET), view.free_targets[..., spec.defaults[Head.ALPHA_TARGET], None])
-            slot[:, number] &= chosen.any(-1)
+            free = view.free_targets[..., default[Head.ALPHA_TARGET], None]
+            slot[:, number] &= values.get((op, Head.ALPHA_TARGET), free).any(-1)
         if op is LifecycleOp.GERMINATE:  # in time to be kept, or not at all
-            slot[:, number] &= values.get((op, Head.TEMPO), in_time(view)[:, None, spec.defaults[Head.TEMPO], None]).any(-1)
+            timely = in_time(view)[:, None, default[Head.TEMPO], None]
+            slot[:, number] &= values.get((op, Head.TEMPO), timely).any(-1)
         if op is LifecycleOp.WAIT:  # names no slot
-            slot[:, number] = _only(spec.slots, spec.defaults[Head.SLOT])
+            slot[:, number] = _only(spec.slots, default[Head.SLOT])
         elif Head.SLOT not in spec.heads:
-            slot[:, number] &= _only(spec.slots, spec.defaults[Head.SLOT])
-    assert slot.shape == (rows, len(spec.ops), spec.slots)
+            slot[:, number] &= _only(spec.slots, default[Head.SLOT])
+    assert slot.shape == (len(view.clock), len(spec.ops), spec.slots)
     return ActionMasks(slot.any(2), slot, values)
 
 
 def _values(view: View, op: LifecycleOp, head: Head) -> Tensor:
-    spec = view.spec
-    every = torch.ones(*view.free_targets.shape[:2], spec.head_sizes[head], dtype=torch.bool)
-    default = _only(spec.head_sizes[head], spec.defaults[head])
+    spec, size = view.spec, view.spec.head_sizes[head]
+    every = torch.ones(*view.free_targets.shape[:2], size, dtype=torch.bool)
+    default = _only(size, spec.defaults[head])
     if head is Head.BLUEPRINT:
         real = torch.tensor([name != "noop" for name in spec.blueprints])
         return every & (real if bool(real.any()) else default)
     if head is Head.TEMPO:
         return every & in_time(view)[:, None]
     if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.STYLE:  # a seed keeps the style it was born with
-        return torch.nn.functional.one_hot(view.seeds.style, spec.head_sizes[head]).bool()
+        return torch.nn.functional.one_hot(view.seeds.style, size).bool()
     if op is LifecycleOp.SET_ALPHA_TARGET and head is Head.ALPHA_TARGET:
         return view.free_targets.clone()
     if op is LifecycleOp.PRUNE and head is Head.ALPHA_SPEED:  # a seed without effect has nothing to fade
-        return torch.where((view.seeds.alpha > 0)[..., None], every, _only(spec.head_sizes[head], 0))
-    if head is Head.ALPHA_CURVE and Head.ALPHA_SPEED not in spec.heads:  # at once, or from nothing, has no curve
-        fades = (view.seeds.alpha > 0)[..., None] | torch.tensor(op is not LifecycleOp.PRUNE)
-        return torch.where(fades & torch.tensor(spec.defaults[Head.ALPHA_SPEED] != 0), every, default)
+        return torch.where((view.seeds.alpha > 0)[..., None], every, _only(size, 0))
+    if head is Head.ALPHA_CURVE and Head.ALPHA_SPEED not in spec.heads:  # at once or from nothing: no curve
+        fades = (view.seeds.alpha > 0)[..., None] | (op is not LifecycleOp.PRUNE)
+        return torch.where(fades & (spec.defaults[Head.ALPHA_SPEED] != 0), every, default)
     return every
 
 
 def in_time(view: View, wait: int = 0) -> Tensor:
-    """bool [N, tempos]: would a seed that germinates now, or after a wait, with this tempo still be kept before the end?"""
+    """bool [N, tempos]: would a seed born now, or after a wait, with this tempo be kept before the end?"""
     if view.settling is None:
         return torch.ones(len(view.clock), len(TEMPOS), dtype=torch.bool)
     ramp = torch.tensor(TEMPOS)
-    if LifecycleOp.SET_ALPHA_TARGET in view.spec.ops:  # which can end a ramp: one epoch of it, and one at speed 0
+    if LifecycleOp.SET_ALPHA_TARGET in view.spec.ops:  # it can end a ramp: one epoch of it, one at speed 0
         ramp = ramp.clamp(max=2)
     return (view.horizon - view.clock - wait)[:, None] >= ramp + view.settling
 

@@ -1,7 +1,7 @@
-"""Minds that ship with Esper: trained controllers by name, with a member for every kind of host that they know.
+"""Minds that ship with Esper: trained controllers by name, with a member for every kind of host they know.
 
-A mind is one safetensors file: the weights of its members, and a header that says what each was trained with, and the digest and
-verdict of its proof if there is one.
+A mind is one safetensors file: the weights of its members, and a header that says what each was trained with,
+and the digest and verdict of its proof if there is one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 
 from esper.leyline import ActionSpec, EsperError
 from esper.leyline.storage import decoding, read_state, write_state
-from esper.tamiyo.controller import Controller
+from esper.tamiyo.controller import Controller, inside
 
 FOLDER = Path(__file__).parent.parent / "minds"
 
@@ -21,8 +21,7 @@ class Member(NamedTuple):
     """One controller of a mind."""
 
     controller: Controller
-    about: Mapping[str, Any]
-    """Plain data: the family it was trained on, with what, and what was proven about it."""
+    about: Mapping[str, Any]  # plain data: the family it was trained on, with what, and what was proven
 
 
 def shipped() -> dict[str, Path]:
@@ -41,16 +40,13 @@ def read_mind(name: str | Path, device: torch.device | str = "cpu") -> list[Memb
     """All members of a shipped mind, or of one in a file."""
     header, tensors = read_state(shipped().get(str(name), name), "mind")
     with decoding(name, "mind"):
-        return [Member(Controller.decode(each["controller"], _of(tensors, f"{number}."), device, str(name)), each["about"])
-                for number, each in enumerate(header["members"])]
-
-
-def _of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        parts = [inside(tensors, f"{number}.") for number in range(len(header["members"]))]
+        return [Member(Controller.decode(each["controller"], part, device, str(name)), each["about"])
+                for each, part in zip(header["members"], parts, strict=True)]
 
 
 def member_for(spec: ActionSpec, members: Sequence[Member]) -> Member:
-    """The one that was trained with most of a host's blueprints and fewest others; at least half of them, or half of its own."""
+    """The one trained with most of a host's blueprints and fewest others: at least half of either."""
     offered = set(spec.blueprints) - {"noop"}
     known = [set(member.controller.network.spec.blueprints) - {"noop"} for member in members]
     shared = [len(each & offered) for each in known]

@@ -1,11 +1,12 @@
 """The controller's network: slots and candidates are encoded alike, so it runs on any number of them.
 
-Legend: T steps, B rows, S slots, K blueprints, O ops, A ops that name a slot, H hidden, Z trunk. Sequences are [T, B, ...].
+Legend: T steps, B rows, S slots, K blueprints, O ops, A ops that name a slot, H hidden, Z trunk.
+Sequences are [T, B, ...].
 
     candidates -> encoder --+-> pooled --+
     slots ------> encoder --+-> pooled --+-> features -> LSTM -> norm -+-> value
                                                                        +-> op
-                            slot encodings --------- trunk(op, slot) --+-> slot pointer, blueprint pointer, other heads
+                            slot encodings --------- trunk(op, slot) --+-> slot and blueprint pointers, heads
 """
 
 import copy
@@ -42,7 +43,7 @@ class NetworkConfig:
     memory: bool = True
     """Without it the LSTM forgets everything before each step."""
     privileged: int = 0
-    """Privileged inputs: numbers that the value head alone sees while it learns; a controller that only acts needs none."""
+    """Numbers that the value head alone sees while it learns; a controller that only acts needs none."""
 
     def __post_init__(self) -> None:
         for name, least in (("hidden", 1), ("slot", 1), ("candidate", 1), ("trunk", 1), ("privileged", 0)):
@@ -99,24 +100,38 @@ class Evaluated(NamedTuple):
     value: Tensor  # [T, B]
 
 
+def _encoder(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.LayerNorm(outputs), nn.ReLU())
+
+
+def _head(inputs: int, inner: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, inner), nn.ReLU(), nn.Linear(inner, outputs))
+
+
+def _state(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """As the LSTM wants it, [1, B, H] each."""
+    return hidden[None, :, 0].contiguous(), hidden[None, :, 1].contiguous()
+
+
 class FactoredRecurrentActorCritic(nn.Module):
     """One mind for all slots: V(s), and a distribution over factored actions."""
 
     value_scale: Tensor
     """The unit in which the value head works."""
 
-    def __init__(self, spec: ActionSpec, config: NetworkConfig | None = None, observation: ObservationSpec = OBSERVATION) -> None:
+    def __init__(self, spec: ActionSpec, config: NetworkConfig | None = None,
+                 observation: ObservationSpec = OBSERVATION) -> None:
         super().__init__()
         self.spec, self.config, self.observation = spec, config or NetworkConfig(), observation
         size, (row, slot, candidate) = self.config, observation.widths
         self.acting = [op for op in spec.ops if RELEVANCE[op, Head.SLOT]]
         self.candidate_encoder = nn.Sequential(nn.Linear(candidate, size.candidate), nn.ReLU())
-        self.slot_encoder = nn.Sequential(nn.Linear(slot + 2 * size.candidate, size.slot), nn.LayerNorm(size.slot), nn.ReLU())
-        self.feature_net = nn.Sequential(nn.Linear(row + 2 * size.slot, size.hidden), nn.LayerNorm(size.hidden), nn.ReLU())
+        self.slot_encoder = _encoder(slot + 2 * size.candidate, size.slot)
+        self.feature_net = _encoder(row + 2 * size.slot, size.hidden)
         self.lstm = nn.LSTM(size.hidden, size.hidden)
         self.lstm_norm = nn.LayerNorm(size.hidden)
-        self.op_head = nn.Sequential(nn.Linear(size.hidden, size.trunk), nn.ReLU(), nn.Linear(size.trunk, len(spec.ops)))
-        self.value_head = nn.Sequential(nn.Linear(size.hidden + size.privileged, size.trunk), nn.ReLU(), nn.Linear(size.trunk, 1))
+        self.op_head = _head(size.hidden, size.trunk, len(spec.ops))
+        self.value_head = _head(size.hidden + size.privileged, size.trunk, 1)
         self.trunk_state = nn.Linear(size.hidden, size.trunk)
         self.trunk_slot = nn.Linear(size.slot, size.trunk, bias=False)
         self.trunk_op = nn.Parameter(torch.zeros(len(self.acting), size.trunk))
@@ -127,7 +142,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         self._initialise()
 
     def _width(self, head: Head) -> int:
-        """Outputs of a head: its values; a query for the blueprint pointer; a row of curves for every speed."""
+        """Outputs of a head: its values; a query for the blueprint pointer; curves for every speed."""
         if head == Head.BLUEPRINT:
             return self.config.candidate
         by_speed = head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads
@@ -139,22 +154,20 @@ class FactoredRecurrentActorCritic(nn.Module):
                 nn.init.orthogonal_(module.weight, math.sqrt(2))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        last = [self.op_head[-1], self.slot_pointer, *self.heads.values()]
-        for layer in last:
+        for layer in (self.op_head[-1], self.slot_pointer, *self.heads.values()):
             nn.init.orthogonal_(layer.weight, 0.01)  # type: ignore[arg-type]
         nn.init.orthogonal_(self.value_head[-1].weight, 1.0)  # type: ignore[arg-type]
         nn.init.orthogonal_(self.trunk_op, 1.0)
-        hidden = self.config.hidden
-        inward, inner, *biases = self._lstm_weights()
+        hidden, (inward, inner, *biases) = self.config.hidden, self._lstm_weights()
         for gate in (*inward.detach().split(hidden), *inner.detach().split(hidden)):
             nn.init.orthogonal_(gate)
         for bias in biases:
             nn.init.zeros_(bias)
-        biases[0].detach()[hidden : 2 * hidden].fill_(1.0)  # the forget gate starts open; its other bias is zero
+        biases[0].detach()[hidden : 2 * hidden].fill_(1.0)  # the forget gate starts open
 
     def _lstm_weights(self) -> list[nn.Parameter]:
         """Of inputs, of the memory, and the two biases."""
-        return [p for _, p in self.lstm.named_parameters()]
+        return list(self.lstm.parameters())
 
     @torch.no_grad()
     def rescale_value(self, scale: Tensor) -> None:
@@ -166,7 +179,8 @@ class FactoredRecurrentActorCritic(nn.Module):
     def bound_to(self, spec: ActionSpec) -> "FactoredRecurrentActorCritic":
         """The same weights for a host with other slots or blueprints."""
         if spec.ops != self.spec.ops or spec.heads != self.spec.heads:
-            mine, theirs = (f"{[o.name for o in s.ops]} x {[h.name for h in s.heads]}" for s in (self.spec, spec))
+            mine, theirs = (f"{[o.name for o in s.ops]} x {[h.name for h in s.heads]}"
+                            for s in (self.spec, spec))
             raise EsperError(f"this controller chooses {mine}; it cannot act in a space of {theirs}")
         bound = copy.copy(self)
         bound.spec = spec
@@ -181,17 +195,18 @@ class FactoredRecurrentActorCritic(nn.Module):
         candidate = self.candidate_encoder(seen.candidate)
         pooled = torch.cat([seen.slot, candidate.mean(-2), candidate.max(-2).values], -1)
         slot = self.slot_encoder(pooled)
-        return Encoded(self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.max(-2).values], -1)), slot, candidate)
+        features = self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.max(-2).values], -1))
+        return Encoded(features, slot, candidate)
 
-    def remember(self, features: Tensor, hidden: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(outputs [T, B, H], hidden behind them) of the LSTM; `reset` bool [T, B] empties the memory in front of a step.
-
-        With resets every stretch between them is a sequence of its own, all run in one call; what is behind is then unknown.
-        """
+    def remember(self, features: Tensor, hidden: Tensor,
+                 reset: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(outputs [T, B, H], hidden behind them) of the LSTM; `reset` bool [T, B] empties the memory in
+        front of a step: then every stretch between resets is a sequence of its own, all run in one call, and
+        what is behind is unknown."""
         if not self.config.memory:
             reset = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
         if reset is None:
-            out, (h, c) = self.lstm(features, (hidden[None, :, 0].contiguous(), hidden[None, :, 1].contiguous()))
+            out, (h, c) = self.lstm(features, _state(hidden))
             return out, torch.stack([h[0], c[0]], 1)
         steps, rows = reset.shape
         begins = reset.clone()
@@ -204,17 +219,19 @@ class FactoredRecurrentActorCritic(nn.Module):
         inputs = features.new_zeros(longest, count, features.shape[2]).index_put((place, stretch), features)
         first = torch.where(reset[0, :, None, None], 0.0, hidden)
         memory = hidden.new_zeros(count, *hidden.shape[1:]).index_put((stretch[0],), first)
-        out, _ = self.lstm(inputs, (memory[None, :, 0].contiguous(), memory[None, :, 1].contiguous()))
+        out, _ = self.lstm(inputs, _state(memory))
         return out[place, stretch], None
 
-    def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor, privileged: Tensor | None = None) -> Decided:
-        """Everything behind the memory. `privileged` [T, B, W] reaches the value and nothing else; None is zeros."""
+    def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor,
+               privileged: Tensor | None = None) -> Decided:
+        """Everything behind the memory. `privileged` [T, B, W] reaches the value alone; None is zeros."""
         state = self.lstm_norm(memory)
-        trunk = self.trunk_state(state)[..., None, None, :] + self.trunk_slot(slot)[..., None, :, :] + self.trunk_op[:, None]
-        trunk = trunk.relu()  # [T, B, A, S, Z]
+        trunk = self.trunk_state(state)[..., None, None, :] + self.trunk_slot(slot)[..., None, :, :]
+        trunk = (trunk + self.trunk_op[:, None]).relu()  # [T, B, A, S, Z]
         pointed = self.slot_pointer(trunk).squeeze(-1)  # [T, B, A, S]
-        idle = torch.zeros_like(pointed[..., :1, :])
-        slots = [pointed[..., self.acting.index(op), :] if op in self.acting else idle[..., 0, :] for op in self.spec.ops]
+        slots = [torch.zeros_like(pointed[..., 0, :])] * len(self.spec.ops)
+        for number, op in enumerate(self.acting):
+            slots[self.spec.ops.index(op)] = pointed[..., number, :]
         values = {}
         for op, head in self.spec.pairs:
             out = self.heads[head.name.lower()](trunk[..., self.acting.index(op), :, :])  # [T, B, S, width]
@@ -224,8 +241,10 @@ class FactoredRecurrentActorCritic(nn.Module):
                 out = out.unflatten(-1, (len(ALPHA_SPEEDS), -1))
             values[op, head] = out
         logits = ActionLogits(self.op_head(state), torch.stack(slots, -2), values)
-        privileged = state.new_zeros(*state.shape[:-1], self.config.privileged) if privileged is None else privileged
-        return Decided(logits, self.value_scale * self.value_head(torch.cat([state, privileged], -1)).squeeze(-1))
+        if privileged is None:
+            privileged = state.new_zeros(*state.shape[:-1], self.config.privileged)
+        value = self.value_head(torch.cat([state, privileged], -1)).squeeze(-1)
+        return Decided(logits, self.value_scale * value)
 
     def forward(self, seen: Observation, hidden: Tensor | None = None, reset: Tensor | None = None,
                 privileged: Tensor | None = None) -> tuple[Decided, Tensor | None]:
@@ -236,20 +255,22 @@ class FactoredRecurrentActorCritic(nn.Module):
         memory, behind = self.remember(encoded.features, hidden, reset)
         return self.decide(memory, encoded.slot, encoded.candidate, privileged), behind
 
-    def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None, privileged: Tensor | None) -> None:
-        width, rows = self.observation.widths, tuple(seen.row.shape[:2])
-        slots, kinds = self.spec.slots, len(self.spec.blueprints)
-        expected = {"row": (*rows, width[0]), "slot": (*rows, slots, width[1]), "candidate": (*rows, slots, kinds, width[2])}
-        for name, shape in expected.items():
-            tensor = getattr(seen, name)
-            if tensor.dim() != len(shape) or tensor.shape != shape:
-                raise EsperError(f"observation {name!r} has shape {list(tensor.shape)}; expected [T, B, ...] = {list(shape)}")
-            if tensor.dtype != self.trunk_op.dtype or tensor.device != self.trunk_op.device:
-                raise EsperError(f"observation {name!r} is {tensor.dtype} on {tensor.device}; the controller's weights are "
-                                 f"{self.trunk_op.dtype} on {self.trunk_op.device}")
-        if hidden is not None and (hidden.shape != (rows[1], 2, self.config.hidden) or hidden.dtype != self.trunk_op.dtype):
-            raise EsperError(f"hidden is {hidden.dtype} {list(hidden.shape)}; expected {self.trunk_op.dtype} "
-                             f"{[rows[1], 2, self.config.hidden]}")
+    def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None,
+               privileged: Tensor | None) -> None:
+        (row, slot, candidate), rows = self.observation.widths, tuple(seen.row.shape[:2])
+        places, weights = (*rows, self.spec.slots), self.trunk_op
+        shapes = ((*rows, row), (*places, slot), (*places, len(self.spec.blueprints), candidate))
+        for name, tensor, shape in zip(Observation._fields, seen, shapes, strict=True):
+            if tensor.shape != shape:
+                raise EsperError(f"observation {name!r} has shape {list(tensor.shape)}; "
+                                 f"expected [T, B, ...] = {list(shape)}")
+            if tensor.dtype != weights.dtype or tensor.device != weights.device:
+                raise EsperError(f"observation {name!r} is {tensor.dtype} on {tensor.device}; "
+                                 f"the controller's weights are {weights.dtype} on {weights.device}")
+        memory = (rows[1], 2, self.config.hidden)
+        if hidden is not None and (hidden.shape != memory or hidden.dtype != weights.dtype):
+            raise EsperError(f"hidden is {hidden.dtype} {list(hidden.shape)}; "
+                             f"expected {weights.dtype} {list(memory)}")
         if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
             raise EsperError(f"reset is {reset.dtype} {list(reset.shape)}; expected torch.bool {list(rows)}")
         if privileged is not None and privileged.shape != (*rows, self.config.privileged):
@@ -262,13 +283,14 @@ class FactoredRecurrentActorCritic(nn.Module):
                    explore: Tensor | float = 0.0, privileged: Tensor | None = None) -> Acted:
         """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None.
 
-        Nothing here carries a gradient: the log-probabilities are those of behaviour, the denominator of a ratio.
-        `evaluate_actions` scores with gradients.
+        Nothing here carries a gradient: the log-probabilities are those of behaviour, the denominator of a
+        ratio. `evaluate_actions` scores with gradients.
         """
         decided, behind = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden,
                                        privileged=None if privileged is None else privileged.unsqueeze(0))
         behind = self.get_initial_hidden(len(hidden)) if behind is None else behind  # a mind without memory
-        logits = ActionLogits(decided.logits.op[0], decided.logits.slot[0], {k: v[0] for k, v in decided.logits.values.items()})
+        op, slot, values = decided.logits
+        logits = ActionLogits(op[0], slot[0], {pair: said[0] for pair, said in values.items()})
         distribution = ActionDistribution(self.spec, logits, masks, explore)
         actions = distribution.mode() if u is None else distribution.sample(u)
         scored = distribution.score(actions)

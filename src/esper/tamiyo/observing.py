@@ -11,45 +11,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.leyline import (
-    SCORES,
-    TEMPOS,
-    AlphaCurve,
-    Contribution,
-    EsperError,
-    Facts,
-    Field,
-    LifecycleOp,
-    Observation,
-    ObservationSpec,
-    SeedStage,
-    Style,
-    View,
-)
+from esper.leyline import TEMPOS, AlphaCurve, Contribution, EsperError, LifecycleOp, SeedStage, Style
+from esper.leyline.views import SCORES, Facts, Field, Observation, ObservationSpec, View
 
 DESCRIPTOR = 10
 """Numbers that describe a blueprint at a slot's shape."""
 EPOCHS = 32
 """Epochs that are told apart; later ones are as the last."""
+_SIZES = (Field("size", scaled=True), Field("flops", scaled=True))
 OBSERVATION = ObservationSpec(
     row=(
-        Field("epoch", EPOCHS), Field("progress"), Field("epochs_left"), Field("horizon"), Field("free_slots"),
+        Field("epoch", EPOCHS), *map(Field, ("progress", "epochs_left", "horizon", "free_slots")),
         Field("price", scaled=True), Field("flop_price", scaled=True),
-        Field("measured"), Field("scores", len(SCORES), True, "measured", "epoch"), Field("gap", 1, True, "measured", "epoch"),
+        Field("measured"), Field("scores", len(SCORES), True, "measured", "epoch"),
+        Field("gap", 1, True, "measured", "epoch"),
         Field("moving"), Field("slopes", len(SCORES), True, "moving", "epoch"),
-        Field("size", scaled=True), Field("flops", scaled=True), Field("spent", scaled=True), Field("cost", scaled=True),
+        *_SIZES, Field("spent", scaled=True), Field("cost", scaled=True),
     ),
     slot=(
-        Field("stage", len(SeedStage)), Field("dwell"), Field("position"), Field("germinations"), Field("planted"),
-        Field("alpha"), Field("target"), Field("ramp_left"), Field("ramp_direction"), Field("fading"), Field("healthy"),
-        Field("tempo"), Field("style", len(Style)), Field("curve", len(AlphaCurve)), Field("verdicts", len(LifecycleOp)),
-        Field("descriptor", DESCRIPTOR), Field("size", scaled=True), Field("flops", scaled=True), Field("cost", scaled=True),
-        Field("contributes"), Field("contribution", 1, True, "contributes"), Field("contribution_error", 1, True, "contributes"),
-        Field("previewed"), Field("preview", 1, True, "previewed"), Field("preview_error", 1, True, "previewed"),
+        Field("stage", len(SeedStage)),
+        *map(Field, ("dwell", "position", "germinations", "planted", "alpha", "target", "ramp_left",
+                     "ramp_direction", "fading", "healthy", "tempo")),
+        Field("style", len(Style)), Field("curve", len(AlphaCurve)), Field("verdicts", len(LifecycleOp)),
+        Field("descriptor", DESCRIPTOR), *_SIZES, Field("cost", scaled=True),
+        Field("contributes"), Field("contribution", 1, True, "contributes"),
+        Field("contribution_error", 1, True, "contributes"),
+        Field("previewed"), Field("preview", 1, True, "previewed"),
+        Field("preview_error", 1, True, "previewed"),
     ),
     candidate=(
-        Field("descriptor", DESCRIPTOR), Field("free"), Field("size", scaled=True), Field("flops", scaled=True),
-        Field("cost", scaled=True),
+        Field("descriptor", DESCRIPTOR), Field("free"), *_SIZES, Field("cost", scaled=True),
         Field("previewed"), Field("drop", 1, True, "previewed"), Field("drop_error", 1, True, "previewed"),
     ),
 )
@@ -60,9 +51,8 @@ def observe(view: View) -> Observation:
     """float32 observations of all rows, as `OBSERVATION` names them; not scaled yet."""
     if view.facts is None:
         raise EsperError("this view has no facts: nothing measures here, so there is nothing to observe")
-    parts = (_row(view, view.facts), _slot(view, view.facts), _candidate(view, view.facts))
-    return Observation(*(_joined(fields, values) for fields, values in
-                         zip((OBSERVATION.row, OBSERVATION.slot, OBSERVATION.candidate), parts, strict=True)))
+    parts = ((OBSERVATION.row, _row), (OBSERVATION.slot, _slot), (OBSERVATION.candidate, _candidate))
+    return Observation(*(_joined(fields, values(view, view.facts)) for fields, values in parts))
 
 
 def _joined(fields: tuple[Field, ...], values: dict[str, Tensor]) -> Tensor:
@@ -79,38 +69,39 @@ def _joined(fields: tuple[Field, ...], values: dict[str, Tensor]) -> Tensor:
 
 
 def _row(view: View, facts: Facts) -> dict[str, Tensor]:
-    left = (view.horizon - view.clock).clamp(min=0)
-    size, flops = (facts.costs[..., i].sum(1) / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
+    left, scores = (view.horizon - view.clock).clamp(min=0), facts.scores
+    size, flops = _shares(facts, *(each.sum(1) for each in facts.costs.unbind(-1)))
     return {
         "epoch": F.one_hot(view.clock.clamp(max=EPOCHS - 1), EPOCHS),
-        "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left), "horizon": _log(view.horizon),
+        "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left),
+        "horizon": _log(view.horizon),
         "free_slots": (view.seeds.stage == SeedStage.DORMANT).float().mean(1),
         "price": _price(view, facts), "flop_price": view.flop_price,
-        "measured": facts.scores.isfinite().all(1), "scores": facts.scores, "gap": facts.scores[:, 0] - facts.scores[:, 3],
-        "moving": (facts.scores - facts.before).isfinite().all(1), "slopes": facts.scores - facts.before,
+        "measured": scores.isfinite().all(1), "scores": scores, "gap": scores[:, 0] - scores[:, 3],
+        "moving": (scores - facts.before).isfinite().all(1), "slopes": scores - facts.before,
         "size": size, "flops": flops, "spent": facts.spent,
         "cost": _price(view, facts) * size + view.flop_price * facts.spent,
     }
 
 
 def _slot(view: View, facts: Facts) -> dict[str, Tensor]:
-    seeds = view.seeds
+    seeds, slots = view.seeds, view.seeds.stage.shape[1]
     planted = ((seeds.stage >= SeedStage.TRAINING) & (seeds.stage <= SeedStage.FOSSILIZED)).float()
-    slots = seeds.stage.shape[1]
-    size, flops = (facts.costs[..., i] / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
-    ramping = seeds.stage == SeedStage.BLENDING
+    size, flops = _shares(facts, *facts.costs.unbind(-1))
+    ramping, left = seeds.stage == SeedStage.BLENDING, seeds.ramp_length - seeds.ramp_at
     chosen = facts.descriptors[torch.arange(slots), seeds.blueprint.clamp(min=0)]  # [N, S, D]
     evidence = {"contribution": facts.contribution, "preview": facts.preview}
     return {
-        "stage": F.one_hot(seeds.stage, len(SeedStage)), "dwell": _log(seeds.dwell), "germinations": _log(seeds.germinations),
-        "position": torch.linspace(0, 1, slots).expand_as(size), "planted": planted,
-        "alpha": seeds.alpha, "target": seeds.target * planted,
-        "ramp_left": torch.where(ramping, (seeds.ramp_length - seeds.ramp_at).clamp(min=0) / max(TEMPOS), 0.0),
+        "stage": F.one_hot(seeds.stage, len(SeedStage)), "dwell": _log(seeds.dwell),
+        "germinations": _log(seeds.germinations), "position": torch.linspace(0, 1, slots).expand_as(size),
+        "planted": planted, "alpha": seeds.alpha, "target": seeds.target * planted,
+        "ramp_left": torch.where(ramping, left.clamp(min=0) / max(TEMPOS), 0.0),
         "ramp_direction": torch.where(ramping, (seeds.target - seeds.ramp_from).sign(), 0.0),
         "fading": seeds.fading, "healthy": seeds.healthy, "tempo": seeds.tempo / max(TEMPOS) * planted,
         "style": F.one_hot(seeds.style, len(Style)) * planted[..., None],
         "curve": F.one_hot(seeds.curve, len(AlphaCurve)) * ramping[..., None], "verdicts": view.verdicts,
-        "descriptor": chosen * planted[..., None], "size": size, "flops": flops, "cost": _price(view, facts)[:, None] * size,
+        "descriptor": chosen * planted[..., None],
+        "size": size, "flops": flops, "cost": _price(view, facts)[:, None] * size,
         "contributes": facts.contribution.known, "previewed": facts.preview.known,
         **{name: part.value for name, part in evidence.items()},
         **{f"{name}_error": part.standard_error for name, part in evidence.items()},
@@ -119,14 +110,19 @@ def _slot(view: View, facts: Facts) -> dict[str, Tensor]:
 
 def _candidate(view: View, facts: Facts) -> dict[str, Tensor]:
     shape = (len(view.clock), *facts.descriptors.shape[:2])
-    size, flops = (facts.prices[..., i] / max(cost, 1) for i, cost in enumerate((facts.host.params, facts.host.flops)))
-    nothing = torch.zeros(shape)
+    (size, flops), nothing = _shares(facts, *facts.prices.unbind(-1)), torch.zeros(shape)
     seen = facts.candidates or Contribution(nothing, nothing, nothing > 0)
     return {
-        "descriptor": facts.descriptors.expand(*shape, -1), "free": view.verdicts[..., LifecycleOp.GERMINATE, None].expand(shape),
-        "size": size.expand(shape), "flops": flops.expand(shape), "cost": _price(view, facts)[:, None, None] * size,
+        "descriptor": facts.descriptors.expand(*shape, -1),
+        "free": view.verdicts[..., LifecycleOp.GERMINATE, None].expand(shape), "size": size.expand(shape),
+        "flops": flops.expand(shape), "cost": _price(view, facts)[:, None, None] * size,
         "previewed": seen.known, "drop": seen.value, "drop_error": seen.standard_error,
     }
+
+
+def _shares(facts: Facts, params: Tensor, flops: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what the host has."""
+    return params / max(facts.host.params, 1), flops / max(facts.host.flops, 1)
 
 
 def _price(view: View, facts: Facts) -> Tensor:
@@ -142,17 +138,17 @@ def _log(count: Tensor) -> Tensor:
 class Normaliser:
     """Running mean and spread of the scaled fields, counted sample by sample; flags and shares pass through.
 
-    What was not measured counts nothing and stays zero. Fields that are kept by another have statistics for each of its C values:
-    what hosts score after one epoch is compared with what hosts score after one epoch. A value that was never met is taken for
-    the last one below it that was, in the one-hot too.
+    What was not measured counts nothing and stays zero. Fields that are kept by another have statistics for
+    each of its C values: what hosts score after one epoch is compared with what hosts score after one epoch.
+    A value that was never met is taken for the last one below it that was, in the one-hot too.
     """
 
     def __init__(self, spec: ObservationSpec, device: torch.device | str = "cpu", limit: float = 5.0) -> None:
         """Scaled values are cut at +-limit."""
         self.spec, self.limit = spec, limit
         self.parts = [_Columns.of(part) for part in (spec.row, spec.slot, spec.candidate)]
-        self.stats = [torch.zeros(3, part.values, len(part.scaled), dtype=torch.float64) for part in self.parts]
-        """[3, C, columns] each: count, mean, sum of squares."""
+        self.stats = [torch.zeros(3, part.values, len(part.scaled), dtype=torch.float64)
+                      for part in self.parts]  # [3, C, columns] each: count, mean, sum of squares
         self.to(device)
 
     def to(self, device: torch.device | str) -> None:
@@ -188,7 +184,8 @@ class Normaliser:
                                  "finite; nothing of it was counted")
 
     def __call__(self, observation: Observation) -> Observation:
-        return Observation(*(self._scaled(*part) for part in zip(self.parts, self.stats, observation, strict=True)))
+        parts = zip(self.parts, self.stats, observation, strict=True)
+        return Observation(*(self._scaled(*part) for part in parts))
 
     def _scaled(self, part: "_Columns", stat: Tensor, values: Tensor) -> Tensor:
         spread = (stat[2] / stat[0].clamp(min=1)).sqrt()
@@ -202,15 +199,16 @@ class Normaliser:
             last = torch.where((stat[0] > 1)[:, part.by].any(1), order[:, 0], 0).cummax(0).values
             place = torch.where(last > 0, last, order[:, 0])  # before the first that was met, itself
             one_hot = one_hot @ F.one_hot(place, part.values).to(one_hot.dtype)
-            values = torch.cat([values[..., : part.start], one_hot, values[..., part.start + part.values :]], -1)
-        normal = ((values - part.at(mean, one_hot)) / part.at(scale, one_hot)).clamp(-self.limit, self.limit) * part.known(values)
-        return torch.where(part.scaled, normal, values)
+            end = part.start + part.values
+            values = torch.cat([values[..., : part.start], one_hot, values[..., end:]], -1)
+        normal = ((values - part.at(mean, one_hot)) / part.at(scale, one_hot)).clamp(-self.limit, self.limit)
+        return torch.where(part.scaled, normal * part.known(values), values)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: stat.cpu() for name, stat in zip(("row", "slot", "candidate"), self.stats, strict=True)}
+        return {name: stat.cpu() for name, stat in zip(Observation._fields, self.stats, strict=True)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        for stat, name in zip(self.stats, ("row", "slot", "candidate"), strict=True):
+        for stat, name in zip(self.stats, Observation._fields, strict=True):
             stat.copy_(tensors[name])
 
 

@@ -25,20 +25,21 @@ __all__ = ["POLICIES", "Heuristic", "Learned", "PolicyBundle", "Random", "Script
 
 
 class PolicyBundle(Protocol):
-    """From a view of all rows to actions [N, len(spec.heads)]. What it remembers of a row it forgets at clock 0."""
+    """From a view of all rows to actions [N, len(spec.heads)]. What it remembers of a row ends at clock 0."""
 
     def __call__(self, view: View) -> Tensor: ...
 
 
 class Random:
-    """Uniform over possible ops, then slots, then values. Draws depend on the luck of the episode and the clock alone."""
+    """Uniform over possible ops, then slots, then values. Draws depend on luck and clock alone."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
     def __call__(self, view: View) -> Tensor:
-        masks, u = action_masks(view), uniform(mix(view.luck, Purpose.ACTION, self.seed, view.clock), len(view.spec.heads))
-        return ActionDistribution(view.spec, ActionLogits.flat(view.spec, masks), masks).sample(u)
+        masks, keys = action_masks(view), mix(view.luck, Purpose.ACTION, self.seed, view.clock)
+        flat = ActionDistribution(view.spec, ActionLogits.flat(view.spec, masks), masks)
+        return flat.sample(uniform(keys, len(view.spec.heads)))
 
 
 class Learned:
@@ -49,11 +50,12 @@ class Learned:
         self.hidden: Tensor | None = None
 
     @classmethod
-    def load(cls, path: str | Path, spec: ActionSpec, device: torch.device | str = "cpu", greedy: bool = False,
-             seed: int = 0) -> "Learned":
-        """From a file that an agent saved, or by the name of a mind that ships with Esper, for hosts with this action spec."""
+    def load(cls, path: str | Path, spec: ActionSpec, device: torch.device | str = "cpu",
+             greedy: bool = False, seed: int = 0) -> "Learned":
+        """From a file that an agent saved, or by a shipped mind's name, for hosts with this action spec."""
         if Path(path).is_dir():
-            raise EsperError(f"{path} is a folder; name the agent.safetensors of a run, or one of {', '.join(shipped())}")
+            raise EsperError(f"{path} is a folder; name the agent.safetensors of a run, "
+                             f"or one of {', '.join(shipped())}")
         if str(path) in shipped():
             controller = member_for(spec, read_mind(path, device)).controller
         else:
@@ -63,18 +65,14 @@ class Learned:
     def __call__(self, view: View) -> Tensor:
         if self.hidden is None or len(self.hidden) != len(view.clock):
             self.hidden = self.controller.network.get_initial_hidden(len(view.clock))
-        _, acted = self.controller.act(PolicyInput.of(view, (self.seed,), self.controller.device), self.hidden, greedy=self.greedy)
+        shown = PolicyInput.of(view, (self.seed,), self.controller.device)
+        _, acted = self.controller.act(shown, self.hidden, greedy=self.greedy)
         self.hidden = acted.hidden
         return acted.actions.cpu()
 
 
 POLICIES: dict[str, Callable[..., PolicyBundle]] = {
-    "wait": Wait,
-    "random": Random,
-    "scripted": Scripted,
-    "heuristic": Heuristic,
-    "triggered": Triggered,
-    "planned": Planned,
-    "learned": Learned.load,
+    "wait": Wait, "random": Random, "scripted": Scripted, "heuristic": Heuristic, "triggered": Triggered,
+    "planned": Planned, "learned": Learned.load,
 }
 """Every kind of policy by name; each is called with what it needs."""

@@ -20,7 +20,8 @@ def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
     lost = (full[:, absent] != defaults) & torch.tensor(RELEVANCE)[full[:, Head.OP]][:, absent]
     if bool(lost.any()):
         head = absent[int(lost.any(0).nonzero()[0])]
-        raise EsperError(f"a policy chose a {head.name.lower()}, which this action spec leaves at its default")
+        chose = head.name.lower()
+        raise EsperError(f"a policy chose a {chose}, which this action spec leaves at its default")
     full = full.clone()
     full[:, Head.OP] = number[full[:, Head.OP]]
     if bool((full[:, Head.OP] < 0).any()):
@@ -28,28 +29,31 @@ def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
     return full[:, list(spec.heads)]
 
 
+def waiting(view: View) -> Tensor:
+    """Full actions [N, heads] of rows that do nothing."""
+    return torch.tensor([view.spec.defaults[head] for head in Head]).repeat(len(view.clock), 1)
+
+
 class Wait:
     """Never acts: the no-growth control."""
 
     def __call__(self, view: View) -> Tensor:
-        return to_spec(view.spec, torch.tensor([[view.spec.defaults[head] for head in Head]]).repeat(len(view.clock), 1))
+        return to_spec(view.spec, waiting(view))
 
 
 def entry(spec: ActionSpec, epoch: int, op: LifecycleOp, **values: object) -> tuple[int, ...]:
-    """One line of a script: act in this epoch (0 is the first), or in the first one after it that allows it."""
-    full = ActionSpec.full(spec.slots, spec.blueprints).action(op, **values)
-    return epoch, *full
+    """One line of a script: act in this epoch (0 is the first), or in the first after it that allows it."""
+    return epoch, *ActionSpec.full(spec.slots, spec.blueprints).action(op, **values)
 
 
 class Scripted:
-    """Timed actions, one script per row: each entry is played in its epoch, or as soon after it as the gates allow."""
+    """Timed actions, one script per row: each entry is played in its epoch, or as soon after as it may be."""
 
     def __init__(self, scripts: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """`scripts`: for each row its entries (see `entry`) in order."""
-        longest = max((len(script) for script in scripts), default=0)
-        never = (2**31, *[0] * len(Head))
-        padded = [[*script, *[never] * (longest + 1 - len(script))] for script in scripts]
-        self.entries = torch.tensor(padded)  # [N, K + 1, 1 + heads]
+        longest, never = max((len(script) for script in scripts), default=0), (2**31, *[0] * len(Head))
+        self.entries = torch.tensor([[*script, *[never] * (longest + 1 - len(script))]
+                                     for script in scripts])  # [N, K + 1, 1 + heads]
         self.at = torch.zeros(len(scripts), dtype=torch.int64)
 
     def __call__(self, view: View) -> Tensor:
@@ -57,10 +61,8 @@ class Scripted:
             raise EsperError(f"{len(self.at)} scripts for {len(view.clock)} rows; give one to each")
         every = torch.arange(len(self.at))
         self.at[view.clock == 0] = 0
-        line = self.entries[every, self.at]
-        when, full = line[:, 0], line[:, 1:]
+        when, full = self.entries[every, self.at].split([1, len(Head)], 1)
         allowed = view.verdicts[every, full[:, Head.SLOT], full[:, Head.OP]]
-        acts = (view.clock >= when) & allowed & ~view.done
+        acts = (view.clock >= when[:, 0]) & allowed & ~view.done
         self.at += acts
-        waiting = torch.tensor([view.spec.defaults[head] for head in Head])
-        return to_spec(view.spec, torch.where(acts[:, None], full, waiting))
+        return to_spec(view.spec, torch.where(acts[:, None], full, waiting(view)))

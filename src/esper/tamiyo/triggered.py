@@ -1,4 +1,4 @@
-"""Growth by a rule of thumb, as the literature does it: when a trigger fires, grow; keep whatever comes of it.
+"""Growth by a rule of thumb, as in the literature: when a trigger fires, grow; keep whatever comes of it.
 
 Legend: N rows, S slots.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esper.leyline import SCORES, EsperError, Facts, Head, LifecycleOp, SeedStage, View
 from esper.tamiyo.masks import action_masks, in_time
-from esper.tamiyo.scripts import to_spec
+from esper.tamiyo.scripts import to_spec, waiting
 
 _LOSS, _TRAIN = SCORES.index("loss"), SCORES.index("train_loss")
 
@@ -35,10 +35,8 @@ def _gap(view: View, facts: Facts, setting: Tensor) -> Tensor:
 
 class Trigger(NamedTuple):
     fires: Callable[[View, Facts, Tensor], Tensor]
-    settings: tuple[float, ...]
-    """Worth trying: epochs, shares, or nats."""
-    alone: bool
-    """Does not fire while a seed develops: it would go on firing for the same reason."""
+    settings: tuple[float, ...]  # worth trying: epochs, shares, or nats
+    alone: bool  # does not fire while a seed develops: it would go on firing for the same reason
 
 
 TRIGGERS: dict[str, Trigger] = {
@@ -72,30 +70,29 @@ class Triggered:
     def __init__(self, *configs: TriggerConfig) -> None:
         """One for every row, or a single one for all."""
         self.configs = configs
-        self.setting, self.most = torch.tensor([c.setting for c in configs]), torch.tensor([c.most for c in configs])
-        self.backwards = torch.tensor([c.backwards for c in configs])
+        self.setting, self.most, self.backwards = (torch.tensor([getattr(config, name) for config in configs])
+                                                   for name in ("setting", "most", "backwards"))
         self.trigger = torch.tensor([list(TRIGGERS).index(c.trigger) for c in configs])
 
     def __call__(self, view: View) -> Tensor:
         spec, rows = view.spec, len(view.clock)
         if len(self.configs) not in (1, rows):
-            raise EsperError(f"{len(self.configs)} triggers for {rows} rows; give one to each, or one for all")
-        blueprint = torch.tensor([spec.blueprints.index(c.blueprint) for c in self.configs])
-        return _grow_and_keep(view, self._grows(view)[:, None], blueprint[:, None].expand(rows, spec.slots), self.backwards)
-
-    def _grows(self, view: View) -> Tensor:
-        """bool [N]"""
+            raise EsperError(f"{len(self.configs)} triggers for {rows} rows; "
+                             "give one to each, or one for all")
         if view.facts is None:
             raise EsperError("triggers read measurements, and this view has none")
-        stage, rows = view.seeds.stage, len(view.clock)
+        stage = view.seeds.stage
         developing = ((stage >= SeedStage.GERMINATED) & (stage <= SeedStage.HOLDING)).any(1)
-        fires = torch.stack([trigger.fires(view, view.facts, self.setting) & ~(developing & torch.tensor(trigger.alone))
+        fires = torch.stack([trigger.fires(view, view.facts, self.setting) & ~(developing & trigger.alone)
                              for trigger in TRIGGERS.values()])  # [triggers, N]
-        return fires[self.trigger.expand(rows), torch.arange(rows)] & (view.seeds.germinations.sum(1) < self.most)
+        grows = fires[self.trigger.expand(rows), torch.arange(rows)]
+        grows &= view.seeds.germinations.sum(1) < self.most
+        blueprint = torch.tensor([[spec.blueprints.index(c.blueprint)] for c in self.configs])
+        return _grow_and_keep(view, grows[:, None], blueprint.expand(rows, spec.slots), self.backwards)
 
 
 class Planned:
-    """Germinates each seed of a plan in its epoch, or as soon after it as it may; keeps as soon as it may, prunes nothing."""
+    """Germinates each seed of a plan in its epoch, or as soon after as it may; keeps as soon as it may."""
 
     def __init__(self, birth: Tensor, blueprint: Tensor) -> None:
         """[N, S] each: the epoch (0 is the first; -1 is never) and the number of the blueprint."""
@@ -103,24 +100,23 @@ class Planned:
 
     def __call__(self, view: View) -> Tensor:
         due = (self.birth >= 0) & (view.clock[:, None] >= self.birth) & (view.seeds.germinations == 0)
-        tempo = view.spec.defaults[Head.TEMPO]
-        last = ~in_time(view, wait=int(due.sum(1).amax()))[:, tempo]  # what is due now must not wait for what may be kept
+        # What is due now must not wait for what may be kept.
+        last = ~in_time(view, wait=int(due.sum(1).amax()))[:, view.spec.defaults[Head.TEMPO]]
         return _grow_and_keep(view, due, self.blueprint, torch.tensor(False), last)
 
 
-def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor, hurry: Tensor | None = None) -> Tensor:
-    """Actions of rows that fossilize what they may, then advance what they may, then germinate where they wish; those in a
-    `hurry` [N] germinate first.
-
-    `grows` is bool [N, S] or [N, 1], `blueprint` [N, S]; of several slots the first is served, or the last if `backwards`.
-    """
+def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor,
+                   hurry: Tensor | None = None) -> Tensor:
+    """Actions of rows that fossilize what they may, then advance what they may, then germinate where they
+    wish; those in a `hurry` [N] germinate first. `grows` is bool [N, S] or [N, 1], `blueprint` [N, S]; of
+    several slots the first is served, or the last if `backwards`."""
     spec, every = view.spec, torch.arange(len(view.clock))
     allowed = dict(zip(spec.ops, action_masks(view).slot.unbind(1), strict=True))  # [N, S] each
     grow, never = allowed[LifecycleOp.GERMINATE] & grows, torch.zeros_like(view.seeds.fading)
     wishes = ((LifecycleOp.GERMINATE, grow), (LifecycleOp.ADVANCE, allowed.get(LifecycleOp.ADVANCE, never)),
               (LifecycleOp.FOSSILIZE, allowed.get(LifecycleOp.FOSSILIZE, never)),
               (LifecycleOp.GERMINATE, never if hurry is None else grow & hurry[:, None]))
-    full = torch.tensor([spec.defaults[head] for head in Head]).repeat(len(every), 1)
+    full = waiting(view)
     for op, where in wishes:  # the last one counts
         slot = torch.where(backwards, spec.slots - 1 - where.flip(1).int().argmax(1), where.int().argmax(1))
         full[where.any(1), Head.OP] = int(op)
