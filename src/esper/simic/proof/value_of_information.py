@@ -42,8 +42,9 @@ class Outcomes:
 
     def __post_init__(self) -> None:
         scenarios, choices = len(self.init), len(self.names)
-        wanted = {"chosen_on": (scenarios, choices), "scored_on": (scenarios, choices), "visible": (scenarios,),
-                  "hidden": (scenarios,), "features": (scenarios, len(self.feature_names))}
+        each, all_choices = (scenarios,), (scenarios, choices)
+        wanted = {"chosen_on": all_choices, "scored_on": all_choices, "visible": each, "hidden": each,
+                  "features": (scenarios, len(self.feature_names))}
         for name, shape in wanted.items():
             if (found := getattr(self, name).shape) != shape:
                 raise EsperError(f"outcomes: {name} has shape {found}, expected {shape}.")
@@ -91,8 +92,10 @@ class Rule:
         return np.array(self.choices)[_leaf(self.splits, features), visible]
 
     def describe(self, feature_names: list[str]) -> str:
-        first, low, high = ("no split" if at is None else f"{feature_names[at.feature]} present" if at.cut is None
-                            else f"{feature_names[at.feature]} ≤ {at.cut:.4g}" for at in self.splits)
+        first, low, high = (
+            "no split" if at is None else
+            feature_names[at.feature] + (" present" if at.cut is None else f" ≤ {at.cut:.4g}")
+            for at in self.splits)
         return f"{first}; if so: {low}; else: {high}"
 
 
@@ -147,7 +150,7 @@ def share(levels: list[Level]) -> Estimate:
     if whole.value <= 2 * whole.standard_error:
         return Estimate(math.nan, math.nan)
     part = gap(levels, VISIBLE, RULE).value / whole.value
-    rest = scores[RULE] - part * scores[HIDDEN] - (1 - part) * scores[VISIBLE]  # the error of a ratio, to first order
+    rest = scores[RULE] - part * scores[HIDDEN] - (1 - part) * scores[VISIBLE]  # a ratio, to first order
     return Estimate(part, _estimate(rest, levels[0].init).standard_error / whole.value)
 
 
@@ -160,7 +163,8 @@ class Decisions(NamedTuple):
     rule: Rule
 
 
-def decide(outcomes: Outcomes, train: np.ndarray | None = None, rng: np.random.Generator | None = None) -> Decisions:
+def decide(outcomes: Outcomes, train: np.ndarray | None = None,
+           rng: np.random.Generator | None = None) -> Decisions:
     """What these scenarios [K] (None is all) suggest; `knowledge` says what such decisions are worth on
     others."""
     train = np.ones(len(outcomes.init), bool) if train is None else train
@@ -205,9 +209,9 @@ def render(levels: list[Level], title: str = "What knowledge is worth, in points
     for level in levels:
         gain = "" if level.name == NO_GROWTH else _points(Estimate(level.gain, level.gain_error), "+")
         table.add_row(level.name, _points(Estimate(level.mean, level.standard_error)), gain)
-    part = share(levels)
+    part, whole = share(levels), _points(gap(levels, VISIBLE, HIDDEN), "+")
     captured = "within noise" if math.isnan(part.value) else f"the rule: {_points(part)} % of it"
-    table.caption = f"hidden type over visible condition: {_points(gap(levels, VISIBLE, HIDDEN), '+')}; {captured}"
+    table.caption = f"hidden type over visible condition: {whole}; {captured}"
     return table
 
 
@@ -319,7 +323,7 @@ def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.nda
     between = (np.take_along_axis(ordered, places, 0) + np.take_along_axis(ordered, after, 0)) / 2
     quantiles = np.vstack([between, np.full(features.shape[1], np.inf)])
     pairs = [(column, cut) for column, cuts in enumerate(quantiles.T) for cut in np.unique(cuts)]
-    columns, cuts = (np.array([pair[at] for pair in pairs], kind) for at, kind in enumerate((int, float)))
+    columns, cuts = np.array([column for column, _ in pairs], int), np.array([cut for _, cut in pairs])
     low = _low(features[:, columns], cuts)
     usable = np.minimum(low.sum(0), (~low).sum(0)) >= min_leaf
     return columns[usable], cuts[usable], low[:, usable]
