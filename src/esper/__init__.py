@@ -50,7 +50,7 @@ _SURFACE = {
 }
 _ROOM_OF = {name: room for room, names in _SURFACE.items() for name in names}
 _ROOM_OF["__version__"] = "esper.leyline.provenance"
-__all__ = sorted(name for name in _ROOM_OF if not name.startswith("_"))  # noqa: PLE0605
+__all__ = sorted(name for name in _ROOM_OF if not name.startswith("_"))
 
 
 def __getattr__(name: str) -> Any:

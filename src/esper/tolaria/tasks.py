@@ -283,7 +283,8 @@ TASKS = {task.name: task for task in (
     Task("fashion", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "small CNNs about 91-93% (Xiao 2017)",
          Files(files.read_idx, FASHION, places=("/usr/share/datasets/fashion-mnist",))),
     Task("cifar10", "cnn", (3, 32, 32), 10, (45_000, 5_000, 10_000),
-         "small CNNs about 75-85%, large ones above 95% (commonly reported)", Files(files.read_cifar, CIFAR10)),
+         "small CNNs about 75-85%, large ones above 95% (commonly reported)",
+         Files(files.read_cifar, CIFAR10)),
 )}
 
 

@@ -42,10 +42,10 @@ class Tuned:
     family_digest: str  # of the family that they were tuned for
     episodes: dict[str, int]  # that each of them took
     triggers: dict[str, TriggerConfig] = field(default_factory=dict)
-    fixed: Plan = Plan(())
+    fixed: Plan = field(default_factory=lambda: Plan(()))
     visible: list[Plan] = field(default_factory=list)  # by what a policy is told
     oracle: list[list[Plan]] = field(default_factory=list)  # by that, and by the hidden kind
-    rule: Rule = Rule((None, None, None), ())
+    rule: Rule = field(default_factory=lambda: Rule((None, None, None), ()))
     choices: list[Plan] = field(default_factory=list)  # that the rule counts
     preview_steps: int = 30  # of the previews that the rule looks at
 
