@@ -1,5 +1,4 @@
-"""The `esper` command: a table of verbs. Options stand in `options`; what runs a verb is imported when
-used."""
+"""The `esper` command: a table of verbs. Options stand in `options`; what runs them is imported late."""
 
 import difflib
 import os
@@ -35,8 +34,7 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 is done, 1 a verdict that fails, 2 one sentence on what is wrong, 130 stopped by
-    Ctrl-C."""
+    """Exit code: 0 is done, 1 a verdict that fails, 2 one sentence on what is wrong, 130 is Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     longest = sorted(COMMANDS, key=len, reverse=True)
     verb = next((v for v in longest if words[: len(v.split())] == v.split()), None)

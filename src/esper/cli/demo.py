@@ -1,5 +1,4 @@
-"""`esper demo`: a controller learns for a minute, then the shipped one meets the controls; a page shows
-both."""
+"""`esper demo`: a controller learns for a minute, the shipped one meets the controls; a page shows both."""
 
 import statistics
 from pathlib import Path
@@ -46,7 +45,8 @@ def run(config: Demo, console: Console) -> None:
         return
     third = len(returns) // 3
     first, last = statistics.fmean(returns[:third]), statistics.fmean(returns[-third:])
-    console.print(f"points above no growth: {first:+.1f} in its first third, {last:+.1f} in its last third of rounds")
+    console.print(f"points above no growth: {first:+.1f} in its first third of rounds, "
+                  f"{last:+.1f} in its last")
     console.print(f"\n2 of 2: it, and {MIND} from the package, "
                   f"on {config.hosts} scenarios that neither has met")
     store = Store(config.out / "demo.db")

@@ -1,5 +1,4 @@
-"""Process-wide settings that commands make: memory that is kept, and as many threads as the machine has cores
-to spare."""
+"""Process-wide settings that commands make: memory that is kept, and threads for the cores to spare."""
 
 import ctypes
 import os

@@ -1,5 +1,4 @@
-"""What each command can be told. Nothing heavy is imported here, so that help comes at once; values are
-checked by who uses them."""
+"""What each command can be told; who uses values checks them. Imports are light: help comes at once."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""`esper prove`: do trained controllers beat every control on scenarios and samples that nothing was chosen
-with?"""
+"""`esper prove`: do trained controllers beat every control on data that nothing was chosen with?"""
 
 import contextlib
 import functools
@@ -194,8 +193,7 @@ def _empty(path: Path) -> Store:
 
 
 def _about(one: Candidate) -> dict[str, Any]:
-    """Where a controller comes from, and what it cost; previews and examinations are not counted in
-    host-epochs."""
+    """Where a controller comes from, and what it cost; previews and examinations count no host-epochs."""
     names = {"round": "rounds", "episodes": "episodes", "host_epochs": "host_epochs", "seconds": "seconds"}
     return {"run": one.folder and str(one.folder), "sha256": one.digest or None,
             **{said: one.cost.get(name, 0) for name, said in names.items()}}
@@ -226,8 +224,7 @@ def _speaker(console: Console) -> Callable[[str], object]:
 
 
 def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], object]) -> Tuned:
-    """Controls that were tuned in this folder before, as far as they had enough episodes; the rest is tuned
-    now."""
+    """Controls tuned in this folder before, as far as they had enough episodes; the rest is tuned now."""
     path = options.out / "controls.json"
     return tune(Evaluator(replace(env, previews=None)), episodes, options.rows, jobs=options.jobs,
                 known=Tuned.load(path) if path.exists() else None, keep=lambda tuned: tuned.save(path),
@@ -244,8 +241,7 @@ def _facts(options: Prove, family: str, proof: Proof) -> dict[str, Any]:
 
 
 def _table(proof: Proof) -> Table:
-    """One line per control: each controller if there are two at most, else their mean and the least of
-    them."""
+    """One line per control: each controller if there are at most two, else their mean and the least."""
     table = Table("control", title="Points above each control, with 95 % intervals", title_justify="left")
     names = list(dict.fromkeys(claim.controller for claim in proof.claims if claim.controller != POOLED))
     for name in (*(names if len(names) <= 2 else ("pooled", "least controller")), "verdict"):

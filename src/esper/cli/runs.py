@@ -38,8 +38,7 @@ def remove_store(path: Path) -> None:
 
 
 def use_plugins(paths: Sequence[Path]) -> None:
-    """Run these Python files: they register families and blueprints. What fails in them is the user's to
-    read."""
+    """Run these Python files: they register families and blueprints. What fails in them is the user's."""
     for path in paths:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.is_file():

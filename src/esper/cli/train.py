@@ -39,8 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainConfig:
-    """Defaults and a preset, or what a run has stored and a preset if one is named; then the file, then the
-    command line."""
+    """Defaults or what a run stored, a preset if named; then the file, then the command line."""
     preset = options.preset or ("quick" if stored is None else "")
     if preset and preset not in PRESETS:
         raise EsperError(f"no --preset {preset!r}; choose from {', '.join(PRESETS)}")

@@ -39,10 +39,7 @@ def compute_causal_masks(ops: Tensor) -> PerHead:
 
 
 def compute_per_head_advantages(advantages: Tensor, ops: Tensor) -> PerHead:
-    """Advantages [T, N] for each head, zero where it did not matter.
-
-    The op's are the given tensor itself, since every op matters: read them, do not write to them.
-    """
+    """Advantages [T, N] for each head, zero where it did not matter. The op's are the given tensor itself."""
     if advantages.shape != ops.shape:
         raise EsperError(f"advantages have shape {list(advantages.shape)} and ops {list(ops.shape)}; "
                          "both must be [T, N]")

@@ -273,10 +273,8 @@ class PPOAgent:
 
     def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs,
               chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, NUMBERS, [2, 3] step of episode, op and head of the highest and lowest ratio) of sequences.
-
-        Losses and numbers are their share of a minibatch with so many `chosen` and `valid` steps.
-        """
+        """(loss, NUMBERS, [2, 3] step of episode, op and head of the highest and lowest ratio) of sequences,
+        their share of a minibatch with so many `chosen` and `valid` steps."""
         network, config = self.network, self.config
         logits, value = network.decide(memory, slot, candidate, batch.privileged)
         distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)

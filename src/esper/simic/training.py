@@ -43,8 +43,7 @@ class TrainConfig:
     rows: int = 64
     """Episodes that run together."""
     scenarios: int = 0
-    """Training scenarios, in whole rounds, met again and again with twins computed once; 0 draws ever new
-    ones."""
+    """Training scenarios, in whole rounds, met again and again with the same twins; 0 draws ever new ones."""
     reward: str = "utility"
     score: str = "delivered"
     """What a network is scored by: score (accuracy, for classification), smooth (the probability of the right
@@ -97,8 +96,7 @@ class TrainConfig:
 
 
 class Training:
-    """One run: train, record, examine, checkpoint every round. Stopped and continued, it is the same bit for
-    bit."""
+    """One run: train, record, examine, checkpoint every round. Stopping it does not change a bit."""
 
     def __init__(self, config: TrainConfig, folder: Path, sink: Sink | None = None,
                  make: MakeEnv = MorphogeneticEnv) -> None:

@@ -26,8 +26,7 @@ from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData, load_task
 
 MOST_AT_ONCE = {"cpu": 600_000, "cuda": 40_000_000}
-"""Numbers behind a stage that an evaluation computes at once: what caches hold, and what keeps a device
-busy."""
+"""Numbers behind a stage that an evaluation computes at once: what caches hold, what keeps a device busy."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,8 @@ class Measurement:
 
 
 class MorphogeneticEnv:
-    """N episodes of one family. `reset` gives rows their scenarios, `step` plays one epoch of every row.
-
-    Rows may end at different times; a row that is done waits (only WAIT is allowed there) until it is reset.
-    """
+    """N episodes of one family. `reset` gives rows their scenarios, `step` plays one epoch of every row; one
+    that is done waits (only WAIT is allowed there) until it is reset."""
 
     def __init__(self, config: EnvConfig | Family, rows: int, data: TaskData | None = None,
                  **changes: Any) -> None:
@@ -158,8 +155,7 @@ class MorphogeneticEnv:
         return _measurement(flat)
 
     def install(self, blueprint: Tensor) -> None:
-        """Begin with fossils [N, S] (-1 is none), as untrained as their hosts; every row must just have been
-        reset."""
+        """Begin with fossils [N, S] (-1 is none), as untrained as their hosts; every row was just reset."""
         every = torch.arange(self.rows)
         self.population.install(every, blueprint, torch.full_like(blueprint, self.spec.defaults[Head.STYLE]),
                                 torch.ones(blueprint.shape), SeedStage.FOSSILIZED)
@@ -188,15 +184,15 @@ class MorphogeneticEnv:
                      candidates)
 
     def step(self, actions: Tensor) -> Measurement:
-        """Act, train one epoch, measure, and let the governor settle. Measurements are of after the
-        action."""
+        """Act, train one epoch, measure, and let the governor settle. Measured after the action."""
         full = expand_actions(self.spec, actions)
         if self.measured is None and bool(self.done.all()):
             raise EsperError("no episode has begun; call reset before step")
         idle = self.done & (full[:, Head.OP] != LifecycleOp.WAIT)
         if bool(idle.any()):
             raise EsperError(f"row {int(idle.nonzero()[0])} is done; reset it or let it WAIT")
-        self._set_rates()
+        rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
+        self.population.set_lr(rate[:, None].repeat(1, 1 + self.spec.slots))
         alpha = self.population.life.alpha
         self.population.begin_epoch(actions)
         self.governor.forget((self.population.life.alpha < alpha).any(1).nonzero().flatten())
@@ -262,10 +258,6 @@ class MorphogeneticEnv:
         widest = max(shape.channels * math.prod(shape.extent) for shape in self.family.host.slots.shapes)
         return max(1, MOST_AT_ONCE[self.population.device.type] // (rows * widest))
 
-    def _set_rates(self) -> None:
-        rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
-        self.population.set_lr(rate[:, None].repeat(1, 1 + self.spec.slots))
-
     def charge(self, flops: Tensor, shadow: Tensor, epochs: float = 1.0) -> None:
         """Let rows pay for training seeds of these forward FLOPs [N, ...] for so many epochs: three times the
         forward; a seed in a `shadow` row (bool [N, ...]) also runs its host forward and backward again."""
@@ -305,8 +297,7 @@ def _is_score(name: str) -> bool:
 
 
 def _replaced(now: Measurement, rows: Tensor, before: Measurement | None) -> Measurement:
-    """The same, but these rows report what was measured before; without that, scores are NaN, evidence
-    unknown."""
+    """The same, but these rows report what was measured before, or NaN scores and unknown evidence."""
     flat = {name: tensor.clone() for name, tensor in now.tensors().items()}
     old = None if before is None else before.tensors()
     for name, tensor in flat.items():

@@ -56,8 +56,7 @@ class Episodes:
     measured: Mapping[str, Tensor]
     """Every number of every `Measurement`, [T, N] or [T, N, S], under the names of `Measurement.tensors`."""
     delivered: Scores
-    """[N] of host and fossils at the end, on the samples that were asked for; else on the validation
-    slice."""
+    """[N] of host and fossils at the end, on the samples that were asked for or the validation slice."""
     blueprint: Tensor  # [N, S] of fossils, -1 is none
     params: Tensor  # [N] of fossils
     flops: Tensor  # [N] of the fossils' forward pass, as a share of the bare host's
@@ -119,9 +118,8 @@ def play(env: MorphogeneticEnv, policy: Policy, scenarios: Scenarios, *,
          watch: Callable[[Measurement], object] = lambda measured: None, most: int | None = None) -> Episodes:
     """One episode in every row, all started together, until the last of them is done, or for `most` epochs.
 
-    `samples` are those that the delivered networks are scored with, None is what the last epoch measured.
-    `fossils` [N, S] are blueprints to begin with, as untrained as their hosts (-1 is none). `watch` is told
-    every measurement.
+    `samples` score the delivered networks, None is what the last epoch measured. `fossils` [N, S] are
+    blueprints to begin with, as untrained as their hosts (-1 is none). `watch` is told every measurement.
     """
     env.reset(scenarios)
     if fossils is not None:
@@ -164,8 +162,7 @@ def replay(episodes: Episodes, device: str = "", data: TaskData | None = None) -
 
 
 class Twins:
-    """What each scenario does without growth: same weights at birth, same data in the same order. Computed
-    once."""
+    """What each scenario does without growth: same weights at birth, same data, same order. Computed once."""
 
     def __init__(self, env: MorphogeneticEnv) -> None:
         """`env` plays the twins; its rows are theirs alone."""
@@ -178,8 +175,7 @@ class Twins:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def __call__(self, scenarios: Scenarios) -> Tensor:
-        """[N, epochs of the longest, 3]: the twins' loss, score and smooth score after each epoch, then
-        NaN."""
+        """[N, epochs of the longest, 3]: the twins' Scores after each epoch, NaN behind the last."""
         names = self._names(scenarios)
         first = {name: row for row, name in reversed(list(enumerate(names)))}
         fresh = [row for name, row in first.items() if name not in self.known]

@@ -38,8 +38,7 @@ class Evidence:
 
 @dataclass
 class _Plan:
-    """The extra rows of an evaluation, and where each result is found: all [E], or an index into N + E
-    rows."""
+    """The extra rows of an evaluation, and where each result is: all [E], or an index into N + E rows."""
 
     env: Tensor
     alpha: Tensor  # [E, S]
@@ -111,8 +110,7 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
 
 def measure(objective: Objective, outputs_of: Callable[[Tensor], Tensor], env: Tensor, rows: int,
             chunks: Iterable[tuple[Tensor, Tensor]], score: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of the scores [3, N + E]; means and errors [E] of one `score`: live rows less extra ones, by
-    sample."""
+    """Means of the scores [3, N + E]; of one `score`, live less extra rows by sample: means, errors [E]."""
     sums, count = torch.zeros(()), 0
     for x, y in chunks:
         outputs = outputs_of(x).to(torch.float32)

@@ -1,5 +1,4 @@
-"""Families that ship with Esper. In each of them the best decision depends on something a policy cannot
-see."""
+"""Families that ship with Esper: in each the best decision depends on what a policy cannot see."""
 
 from esper.kasmina import Host
 from esper.leyline import EsperError

@@ -98,8 +98,7 @@ class Feed:
         return self.held(self.validation_x, self.validation_y, 1, start, stop)
 
     def held(self, x: Tensor, y: Tensor, split: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Samples start..stop of a split that does not train, distorted as those that do, with true
-        labels."""
+        """Samples start..stop of a split that does not train, distorted as those that do; labels are true."""
         sample = torch.arange(start, min(stop, len(x)), device=self.device)[:, None].expand(-1, self.rows)
         return self._read(x, sample, split, 0), y[sample]
 

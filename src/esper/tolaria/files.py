@@ -58,8 +58,7 @@ def cache_path(task: str, part: str) -> Path:
 
 
 def _digest(recipe: str, arrays: Samples) -> str:
-    """Of values, types and shapes, and of what they should be: a renamed cache, or one by an older recipe, is
-    a wrong one."""
+    """Of values, types, shapes and what they should be: a renamed or outdated cache is a wrong one."""
     result = hashlib.sha256(recipe.encode())
     for array in arrays:
         result.update(f" {array.dtype.str} {array.shape} ".encode() + array.tobytes())
@@ -140,30 +139,22 @@ def _check_labels(path: Path, labels: NDArray[np.int64], classes: int) -> None:
                          f"expected each of 0 to {classes - 1}; {REPLACE}")
 
 
-def _idx_header(shape: tuple[int, ...]) -> bytes:
-    """0x08 says unsigned bytes; then come the dimensions."""
-    return struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)
-
-
-def _unpack_idx(path: Path, data: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    header = _idx_header(shape)
-    if data[:4] != header[:4]:
-        raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind "
-                         f"starts with {header[:4].hex()}; {REPLACE}")
-    if data[: len(header)] != header:
-        shown = " x ".join(map(str, shape))
-        raise EsperError(f"{path} does not hold {shown} values by its own header; {REPLACE}")
-    _check_size(path, data, len(header) + math.prod(shape))
-    return np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape)
-
-
 def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...],
              classes: int) -> Samples:
     """MNIST's format: a file of images and one of labels, in this order."""
     unpacked = []
     for file, shape in zip(files, ((count, *inputs[1:]), (count,)), strict=True):
-        path, data = _content(folder, file, len(_idx_header(shape)) + math.prod(shape))
-        unpacked.append(_unpack_idx(path, data, shape))
+        header = struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)  # 0x08 is unsigned bytes
+        size = len(header) + math.prod(shape)
+        path, data = _content(folder, file, size)
+        if data[:4] != header[:4]:
+            raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind "
+                             f"starts with {header[:4].hex()}; {REPLACE}")
+        if data[: len(header)] != header:
+            shown = " x ".join(map(str, shape))
+            raise EsperError(f"{path} does not hold {shown} values by its own header; {REPLACE}")
+        _check_size(path, data, size)
+        unpacked.append(np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape))
         _check_digest(path, data, file.sha256)
     images, labels = unpacked[0].reshape(count, *inputs), unpacked[1].astype(np.int64)
     _check_labels(path, labels, classes)
@@ -172,8 +163,7 @@ def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tupl
 
 def read_cifar(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...],
                classes: int) -> Samples:
-    """CIFAR's format: files of equal length, joined in the order given; a record is its label byte, then its
-    pixels."""
+    """CIFAR's format: files of equal length, joined in order; a record is its label byte, then its pixels."""
     width, batches = 1 + math.prod(inputs), []
     size = count // len(files) * width
     for file in files:

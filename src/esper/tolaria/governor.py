@@ -58,7 +58,9 @@ class Governor:
     def verdicts(self, loss: Tensor, train_loss: Tensor) -> Tensor:
         """[N]: which of RULES each row breaks, 0 is none, from its validation and training losses [N]."""
         best = self.history.nan_to_num(nan=math.inf).amin(1)
-        sound = loss.isfinite() & train_loss.isfinite() & self._finite_weights()
+        weights = [bank.isfinite().all(1) for name, bank in self.population.tensors().items()
+                   if name.startswith("bank.") and bank.dim() == 2]
+        sound = loss.isfinite() & train_loss.isfinite() & torch.stack(weights).all(0).cpu()
         verdict = torch.zeros(len(loss), dtype=torch.int64)
         drifting = train_loss > best + self.config.drift * self.chance  # never in the first epoch
         verdict[drifting & self.high] = RULES.index("lasting jump")
@@ -68,11 +70,6 @@ class Governor:
         verdict[~sound] = RULES.index("non-finite")
         self.high = drifting & (verdict == 0)
         return verdict
-
-    def _finite_weights(self) -> Tensor:
-        finite = [bank.isfinite().all(1) for name, bank in self.population.tensors().items()
-                  if name.startswith("bank.") and bank.dim() == 2]
-        return torch.stack(finite).all(0).cpu()
 
     def settle(self, verdict: Tensor, over: Tensor, train_loss: Tensor, clock: Tensor) -> Tensor:
         """Keep rows that passed, put back others and those that were `over` before. bool [N]: episodes that

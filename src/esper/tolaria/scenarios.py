@@ -19,8 +19,7 @@ from esper.tolaria.tasks import TASKS
 
 @dataclass(frozen=True)
 class Kind:
-    """A hidden type: what the data is like, and what is wrong with the host; per-stage tuples may be
-    short."""
+    """A hidden type: what the data is like, what is wrong with the host. Per-stage tuples may be short."""
 
     name: str
     noise: float = 0.0
@@ -42,13 +41,10 @@ class Kind:
 class Scenarios:
     """Many scenarios as columns."""
 
-    key: Tensor  # [N] int64
-    """Decides weights, data order and noise."""
+    key: Tensor  # [N] int64: decides weights, data order and noise
     kind: Tensor  # [N] int64: position in `kinds`
-    price: Tensor  # [N]
-    """Score that one parameter of a live seed costs."""
-    flop_price: Tensor  # [N]
-    """Score that extra training FLOPs cost, in trainings of the bare host for the episode."""
+    price: Tensor  # [N] score that one parameter of a live seed costs
+    flop_price: Tensor  # [N] score that extra FLOPs cost, in trainings of the bare host for the episode
     horizon: Tensor  # [N] int64
     lr: Tensor  # [N] float64
     luck: Tensor  # [N] int64: for the draws of policies; says nothing about the rest

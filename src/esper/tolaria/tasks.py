@@ -50,25 +50,26 @@ LARGEST = 1e6  # no standardised input is of this size; raw values or a division
 
 
 def _tensor(name: str, values: Any) -> Tensor:
-    """The memory of a tensor, and a copy of anything else that NumPy reads as real numbers."""
+    """The memory of a tensor, and a copy of anything else that NumPy reads as numbers."""
+    if isinstance(values, Tensor):
+        return values.detach()
     try:
-        array = values if isinstance(values, Tensor) else np.asarray(values)
-        if not isinstance(array, Tensor):
-            array = torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
+        array = np.asarray(values)
+        return torch.from_numpy(np.array(array, array.dtype.newbyteorder("="), order="C"))
     except (TypeError, ValueError) as error:
         raise EsperError(f"{name} is a {type(values).__name__} that holds no numbers; "
                          "give a tensor or a NumPy array") from error
-    if array.is_complex():
-        raise EsperError(f"{name} is {array.dtype}; expected real numbers")
-    return array.detach()
 
 
 def _checked_inputs(name: str, values: Any) -> Tensor:
     """float32 [n, *inputs], finite and of a size that can be learned from."""
-    x = _tensor(name, values).to(torch.float32)
+    x = _tensor(name, values)
     if x.dim() < 2 or not x.numel():
         raise EsperError(f"{name} has shape {list(x.shape)}; "
                          "expected [samples, *inputs] and at least one sample")
+    if x.is_complex():
+        raise EsperError(f"{name} is {x.dtype}; expected real numbers")
+    x = x.to(torch.float32)
     low, high = (float(value) for value in x.aminmax())
     if not -LARGEST <= low <= high <= LARGEST:  # nor if it is no number
         raise EsperError(f"{name} reaches from {low:.3g} to {high:.3g}; expected finite numbers of at most "
@@ -81,8 +82,18 @@ def _checked_labels(name: str, values: Any, samples: int, task: Task) -> Tensor:
     y, objective = _tensor(name, values), find_objective(task.objective)
     if y.shape != (samples,):
         raise EsperError(f"{name} has shape {list(y.shape)}; expected a label for each of {samples} samples")
-    if not objective.label_dtype.is_floating_point:
-        y = _whole(name, y, task.classes)
+    if objective.label_dtype.is_floating_point:
+        if y.is_complex():
+            raise EsperError(f"{name} is {y.dtype}; expected real numbers")
+    else:
+        whole = y.new_zeros(samples, dtype=torch.int64) if y.is_complex() else y.to(torch.int64)
+        most = task.classes - 1
+        if not torch.equal(whole.to(y.dtype), y):
+            raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
+                             f"expected labels from 0 to {most}")
+        low, high = (int(value) for value in whole.aminmax())
+        if low < 0 or high > most:
+            raise EsperError(f"{name} has labels from {low} to {high}; expected 0 to {most}")
     y = y.to(objective.label_dtype)
     try:
         objective.check(y, task.classes)
@@ -91,24 +102,10 @@ def _checked_labels(name: str, values: Any, samples: int, task: Task) -> Tensor:
     return y
 
 
-def _whole(name: str, y: Tensor, classes: int) -> Tensor:
-    """int64 in 0 to classes - 1."""
-    whole = y.to(torch.int64)
-    if not torch.equal(whole.to(y.dtype), y):
-        raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
-                         f"expected labels from 0 to {classes - 1}")
-    low, high = (int(value) for value in whole.aminmax())
-    if low < 0 or high >= classes:
-        raise EsperError(f"{name} has labels from {low} to {high}; expected 0 to {classes - 1}")
-    return whole
-
-
 @dataclass(frozen=True)
 class TaskData:
-    """A task's open splits. The test split is not here, nor in the memory behind these tensors.
-
-    NumPy arrays and other number types become the tensors named below; what cannot be learned is refused.
-    """
+    """A task's open splits. The test split is not here, nor in the memory behind these tensors. NumPy arrays
+    and other number types become the tensors named below; what cannot be learned is refused."""
 
     task: Task
     x: Tensor  # float32 [n, *inputs], standardised with the statistics of the training split
@@ -145,8 +142,7 @@ def _global_randomness_kept() -> Iterator[None]:
 
 
 def _make_mnist1d() -> Samples:
-    """The published set: generator defaults, spelled out so that a later version of the package cannot move
-    them."""
+    """The published set: generator defaults, spelled out so that a later package cannot move them."""
     generator = import_module("mnist1d.data")
     arguments = generator.get_dataset_args()
     vars(arguments).update(num_samples=5000, train_split=0.8, final_seq_length=40, shuffle_seq=False, seed=42)
@@ -163,16 +159,14 @@ def _make_digits() -> Samples:
 
 @dataclass(frozen=True)
 class Generated:
-    """Samples an installed package makes. They are kept in the data directory, and what is kept there
-    suffices."""
+    """Samples an installed package makes. They are kept in the data directory, and then suffice."""
 
     package: str
     module: str
     make: Callable[[], Samples]
     """All samples: training, validation, test."""
     labels: str
-    """SHA-256 of all labels; another package version that orders samples differently would move the
-    splits."""
+    """SHA-256 of all labels: a package version that orders samples differently would move the splits."""
 
     def where(self, task: Task) -> str | None:
         if all(os.path.isfile(files.cache_path(task.name, part)) for part in (TRAIN, TEST)):
@@ -212,16 +206,14 @@ class Generated:
 
 @dataclass(frozen=True)
 class Files:
-    """Published files in a folder that the user registered, or in a place where a system package puts
-    them."""
+    """Published files in a folder that the user registered, or where a system package puts them."""
 
     reader: Callable[[Path, tuple[DataFile, ...], int, tuple[int, ...], int], Samples]
     files: tuple[DataFile, ...]
     places: tuple[str, ...] = ()
 
     def where(self, task: Task) -> str | None:
-        """The folder to read: the registered one if any, else a known place; None if a file is absent
-        there."""
+        """The folder to read: the registered one if any, else a known place; None if a file is absent."""
         registered = files.registered_folders().get(task.name)
         folders = [registered] if registered else self.places
         names = [file.name for file in self.files]
@@ -324,8 +316,7 @@ def _standardised(x: NDArray[Any], scale: tuple[NDArray[np.float32], NDArray[np.
 
 
 def load_task(name: str, whole: bool = False) -> TaskData:
-    """The open splits. With `whole`, validation samples train as well: a paper's own use, where nothing is
-    chosen by them."""
+    """The open splits. With `whole`, validation samples train as well: a paper's use; they choose nothing."""
     task = find_task(name)
     raw, labels = task.source.read(task, TRAIN)
     x, y, cut = _standardised(raw, _scale(task, raw)), torch.from_numpy(labels), task.sizes[0]
@@ -346,8 +337,7 @@ def open_test(name: str, key: ProofKey) -> tuple[Tensor, Tensor]:
 
 
 def add_data(name: str, path: str | Path) -> Path:
-    """Verify a task's files in a folder, then remember the folder. A failed check leaves everything as it
-    was."""
+    """Verify a task's files in a folder, then remember it. A failed check leaves everything as it was."""
     task, folder = find_task(name), Path(path).expanduser().absolute()
     if not isinstance(task.source, Files):
         able = ", ".join(t.name for t in TASKS.values() if isinstance(t.source, Files))

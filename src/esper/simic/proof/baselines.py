@@ -69,8 +69,7 @@ def family_digest(family: Family) -> str:
 
 def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: int = 0,
             known: int | None = None) -> tuple[int, int]:
-    """(the best of so many candidates, episodes that it took): all play a few scenarios, the better third
-    more.
+    """(the best of so many candidates, episodes it took): all play a few scenarios, the better third more.
 
     `play` takes jobs [J, 2] (candidate, number of the scenario, from `first` on) and returns utilities [J].
     At least `episodes` are played. The `known` candidate is the best of earlier ones: it stays to the end,
@@ -175,8 +174,7 @@ def play_plans(evaluator: Evaluator, plans: list[Plan], scenarios: Scenarios) ->
 
 
 def play_rule(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) -> Episodes:
-    """The rule watches as the search did, decides, and pays for what it looked at, if it looks at
-    anything."""
+    """The rule watches as the search did, decides, and pays for what it looked at, if anything."""
     looks = any(split is not None for split in tuned.rule.splits)
     early = observe_early(evaluator, scenarios, tuned.preview_steps if looks else 0)
     told = conditions(evaluator.family, scenarios).numpy()
@@ -186,12 +184,9 @@ def play_rule(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) -> Episo
 
 
 def shuffled(learned: Episodes, family: Family, scenarios: Scenarios, settled: int, seed: int = 0) -> Planned:
-    """A controller's own seeds, as many in every scenario, but at the times, in the slots and of the
-    blueprints of others.
-
+    """A controller's own seeds, as many in every scenario, with the times, slots and blueprints of others.
     Only fossils count, and `settled` epochs are what one needs. Each column is permuted over all seeds by
-    itself; two seeds of a row never share a slot.
-    """
+    itself; two seeds of a row never share a slot."""
     kept, slots = births(learned), len(family.host.slots)
     mixed = kept.clone()
     for column in range(3):

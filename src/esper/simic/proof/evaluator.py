@@ -17,8 +17,7 @@ from esper.tamiyo import PolicyBundle, Wait
 from esper.tolaria import EnvConfig, Episodes, Family, MakeEnv, MorphogeneticEnv, Scenarios, Scores, play
 
 WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
-"""Shares by which a static host may be wider: the smallest that has the parameters, at the price of those
-asked for."""
+"""Shares by which a static host may be wider; the smallest that has the parameters asked for is taken."""
 
 
 class Evaluator:
@@ -56,8 +55,7 @@ class Evaluator:
         return self._finish(self.environment(len(scenarios), previews), policy, scenarios)
 
     def from_scratch(self, blueprint: Tensor, scenarios: Scenarios, epochs: Tensor | None = None) -> Episodes:
-        """Topologies [n, S], untrained, for the episode's epochs or as many as told [n]; so are their
-        schedules."""
+        """Topologies [n, S], untrained, for the episode's epochs and schedule or as long as told [n]."""
         shown = scenarios if epochs is None else replace(scenarios, horizon=epochs)
         done = self._finish(self.environment(len(scenarios)), Wait(), shown, blueprint)
         trainings = (1 + done.spent) * shown.horizon / scenarios.horizon
@@ -69,8 +67,7 @@ class Evaluator:
         return self.from_scratch(grown.blueprint, scenarios, epochs)
 
     def wider(self, params: Tensor, scenarios: Scenarios) -> Episodes:
-        """Static hosts with at least so many more parameters [n], charged for these; NaN where none is so
-        wide."""
+        """Static hosts with at least so many more parameters [n], charged for these; NaN where none has."""
         base = self.family.host
         hosts = [replace(base, widths=tuple(math.ceil(w * share) for w in base.widths)) for share in WIDTHS]
         extra = torch.tensor([host.cost.params - base.cost.params for host in hosts])

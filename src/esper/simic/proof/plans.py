@@ -134,8 +134,7 @@ def combined(means: np.ndarray, spec: ActionSpec) -> list[Plan]:
 
 
 def search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int, watch: Watch) -> Search:
-    """At least so many episodes: singles everywhere, then what they suggest, then the best of those on more
-    inits."""
+    """At least so many episodes: singles everywhere, then what they suggest, then the best on more inits."""
     family, survey = evaluator.family, Survey(evaluator, rows, watch)
     drawn, _ = survey.scenarios(0, FIRST)
     worth = _means(*_priced(family, drawn, survey.play(singles(survey.spec), drawn)))

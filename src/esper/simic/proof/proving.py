@@ -25,8 +25,7 @@ from esper.tolaria.tasks import ProofKey, open_test
 
 POOLED, SHARED = "pooled", "all"
 PILOT, SPARE, REHEARSAL = 100_000, 200_000, 300_000
-"""First validation scenarios of a pilot, of experiments, of a rehearsal; trainings are watched on those from
-0."""
+"""First validation scenarios of a pilot, experiments and a rehearsal; trainings are watched on 0 and on."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,10 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
     if config.rehearsal:
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "validation", REHEARSAL))
     else:
-        _check_power(judge(before, before, config.effect), config.scenarios)
+        most = max((claim.needed for claim in judge(before, before, config.effect)), default=0)
+        if most > config.scenarios:  # it would be refused for too few
+            raise EsperError(f"the pilot asks for {most} scenarios to find the declared effect, so the test "
+                             f"split stays closed; use --scenarios {most} in another --out")
         first = secrets.randbits(40)  # nobody could have played these before; the ledger says which they are
         held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios "
                                                f"from {first} on, effect {config.effect:g}"))
@@ -90,14 +92,6 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
     claims += judge({POOLED: pooled(results.arms)}, {POOLED: pooled(before)}, config.effect)
     results.conclude(claims, sink)
     return Proof(claims, *verdict, "none: it is closed" if config.rehearsal else _openings(family.task))
-
-
-def _check_power(pilot: Sequence[Claim], scenarios: int) -> None:
-    """A proof that would be refused for too few scenarios does not open the split."""
-    most = max((claim.needed for claim in pilot), default=0)
-    if most > scenarios:
-        raise EsperError(f"the pilot asks for {most} scenarios to find the declared effect, so the test "
-                         f"split stays closed; use --scenarios {most} in another --out")
 
 
 def _openings(task: str) -> str:
@@ -206,8 +200,7 @@ class ProofResults:
             sink.commit()
 
     def conclude(self, claims: Sequence[Claim], sink: Sink, pool: bool = True) -> None:
-        """What every arm comes to, and what is claimed about them; controllers of one making may be
-        pooled."""
+        """What every arm comes to, and what is claimed; controllers of one making may be pooled."""
         for controller, each in {**self.arms, **({POOLED: pooled(self.arms)} if pool else {})}.items():
             above = {name: arm.utility - each[BEATEN[0]].utility for name, arm in each.items()}
             low, high = zip(*(interval(values) for values in above.values()), strict=True)

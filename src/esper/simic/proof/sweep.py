@@ -59,8 +59,7 @@ def choices(family: Family) -> dict[str, Script]:
 
 
 def head_choices(family: Family, slot: int, blueprint: str) -> dict[str, dict[str, Script]]:
-    """For each head that a seed's life depends on: one script per setting, all else equal; the default comes
-    first."""
+    """For each head of a seed's life: one script per setting, all else equal; the default comes first."""
     spec = full_spec(family)
     table: dict[str, dict[str, Script]] = {}
     for head, values in {"style": (0, 1, 2), "tempo": (3, 5, 8), "alpha_target": (1.0, 0.7, 0.5)}.items():
@@ -135,8 +134,7 @@ def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scen
 def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: int = 512,
               preview_steps: int = 30, record: Path | None = None,
               watch: Callable[[int, int], object] = lambda done, total: None) -> Sweep:
-    """Play every script on `inits` inits of every kind and horizon, `rows` at a time, the first into
-    `record`."""
+    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `record` the first."""
     if inits < 4:
         raise EsperError(f"a sweep of {inits} inits cannot be cross-fitted; use at least 4")
     family, names = config.family, list(scripts)
@@ -168,8 +166,7 @@ def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: i
 
 
 def halves(env: MorphogeneticEnv) -> list[Tensor]:
-    """[N] each, of rows at their horizon: scores of host and fossils on either half of the validation
-    slice."""
+    """[N] each, of rows at their horizon: host and fossils on either half of the validation slice."""
     half = len(env.feed.validation_x) // 2
     return [env.evaluate(env.validation(*part)).delivered.score for part in ((0, half), (half, 2 * half))]
 

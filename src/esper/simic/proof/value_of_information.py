@@ -110,12 +110,10 @@ def _leaf(splits: tuple[Split | None, ...], features: np.ndarray) -> np.ndarray:
 
 
 def knowledge(outcomes: Outcomes, folds: int = 2, repeats: int = 10, seed: int = 0) -> list[Level]:
-    """One level per entry of LEVELS, in that order. A condition or type that training never met gets the
-    coarser level's choice.
+    """One level per entry of LEVELS; a condition or type that training never met gets the coarser choice.
 
-    "Best per scenario" alone sees the run it is scored on (one look at its other slice), so it keeps that
-    run's luck: where runs differ it is out of a policy's reach, and where the slices are noisy it can fall
-    below the level before.
+    "Best per scenario" alone sees the run it is scored on (its other slice), so it keeps that run's luck: it
+    is out of a policy's reach where runs differ, and may fall below the level before where slices are noisy.
     """
     visible, hidden, scored, init = outcomes.visible, outcomes.hidden, outcomes.scored_on, outcomes.init
     fold_rng, rule_rng = np.random.default_rng(seed).spawn(2)
@@ -144,8 +142,7 @@ def gap(levels: list[Level], lower: str, upper: str) -> Estimate:
 
 
 def share(levels: list[Level]) -> Estimate:
-    """How much of what the hidden type adds to the visible condition the rule captures; NaN where that is
-    within noise of 0."""
+    """How much of what the hidden type adds to the visible condition the rule captures; NaN within noise."""
     scores, whole = {level.name: level.scores for level in levels}, gap(levels, VISIBLE, HIDDEN)
     if whole.value <= 2 * whole.standard_error:
         return Estimate(math.nan, math.nan)
@@ -165,8 +162,7 @@ class Decisions(NamedTuple):
 
 def decide(outcomes: Outcomes, train: np.ndarray | None = None,
            rng: np.random.Generator | None = None) -> Decisions:
-    """What these scenarios [K] (None is all) suggest; `knowledge` says what such decisions are worth on
-    others."""
+    """What these scenarios [K] (None is all) suggest; `knowledge` says what that is worth on others."""
     train = np.ones(len(outcomes.init), bool) if train is None else train
     utility = _centred(outcomes.chosen_on)[train]
     visible, hidden = outcomes.visible[train], outcomes.hidden[train]
@@ -237,8 +233,7 @@ def _centred(utility: np.ndarray) -> np.ndarray:
 
 
 def _best(utility: np.ndarray, group: np.ndarray, fallback: np.ndarray) -> np.ndarray:
-    """[G] the choice with the highest utility in each group; its fallback [G] where a group has no
-    scenario."""
+    """[G] the choice with the highest utility in each group; its fallback [G] where a group is empty."""
     sums = np.zeros((len(fallback), utility.shape[1]))
     np.add.at(sums, group, utility)
     return np.where(np.bincount(group, minlength=len(fallback)) > 0, sums.argmax(1), fallback)
@@ -263,8 +258,7 @@ def _estimate(scores: np.ndarray, init: np.ndarray) -> Estimate:
 
 def _fit_rule(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, init: np.ndarray,
               conditions: int, rng: np.random.Generator) -> Rule:
-    """Searches always find something: the depth that other inits confirm (0, 1 or 2) is the depth that is
-    used."""
+    """Searches always find something: the depth (0, 1 or 2) that other inits confirm is used."""
     confirmed = np.zeros(3)
     for _, train, held in _folds(init, 2, 1, rng):
         for depth, rule in enumerate(_grow(features[train], utility[train], visible[train], conditions)):
@@ -274,8 +268,7 @@ def _fit_rule(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, in
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Thousands of small products: on busy cores threads that wait for each other made them 40 times
-    slower."""
+    """Thousands of small products: threads that wait for each other made them 40 times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -286,12 +279,8 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, conditions: int) -> list[Rule]:
-    """The best rules of depth 0, 1 and 2.
-
-    A first split that is useless alone may be the right one (exclusive or), so the most even split of every
-    feature is tried first, as are the best splits of the 16 most promising ones, each followed by the best
-    second ones.
-    """
+    """The best rules of depth 0, 1 and 2. A first split that is useless alone may be the right one (exclusive
+    or), so the most even split of every feature is tried, too, beside those of the 16 most promising ones."""
     min_leaf = max(10, 4 * conditions)
     columns, cuts, low = _candidates(features, min_leaf)
     pairs = zip(columns.tolist(), cuts.tolist(), strict=True)
