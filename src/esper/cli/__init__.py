@@ -1,4 +1,4 @@
-"""The `esper` command: a table of verbs. Options stand in `options`; the module that runs a verb is imported when it is used."""
+"""The `esper` command: a table of verbs. Options stand in `options`; what runs them is imported late."""
 
 import difflib
 import os
@@ -29,13 +29,15 @@ COMMANDS = {
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  esper {verb:<{width}}  {row[2]}" for verb, row in COMMANDS.items()]
-    return "\n".join(["Esper grows neural networks while they train.", "", *lines, "", "Add --help to any of them."])
+    return "\n".join(["Esper grows neural networks while they train.", "", *lines, "",
+                      "Add --help to any of them."])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 is done, 1 a verdict that fails, 2 one sentence on what is wrong, 130 stopped by Ctrl-C."""
+    """Exit code: 0 is done, 1 a verdict that fails, 2 one sentence on what is wrong, 130 is Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    verb = next((v for v in sorted(COMMANDS, key=len, reverse=True) if words[: len(v.split())] == v.split()), None)
+    longest = sorted(COMMANDS, key=len, reverse=True)
+    verb = next((v for v in longest if words[: len(v.split())] == v.split()), None)
     try:
         code = _run(verb, words)
         sys.stdout.flush()
@@ -65,7 +67,6 @@ def _run(verb: str | None, words: Sequence[str]) -> int:
         hint = f"; did you mean esper {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"
         print(f"esper: no command {_printable(' '.join(words))!r}{hint}", file=sys.stderr)
         return 2
-    kind: Any
     kind, module, _ = COMMANDS[verb]
     config: Any = tyro.cli(kind, args=words[len(verb.split()) :], prog=f"esper {verb}")
     keep_freed_memory()

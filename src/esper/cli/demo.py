@@ -1,4 +1,4 @@
-"""`esper demo`: a controller learns for a minute, then the one that ships with Esper meets the controls; a page shows both."""
+"""`esper demo`: a controller learns for a minute, the shipped one meets the controls; a page shows both."""
 
 import statistics
 from pathlib import Path
@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esper.cli.options import Demo, Train
-from esper.cli.runs import DESCRIPTION, STORE, make_folder
+from esper.cli.runs import DESCRIPTION, STORE, make_folder, remove_store
 from esper.cli.train import run as train
 from esper.karn import write_report
 from esper.karn.growth import Frame, growth_svg
@@ -19,9 +19,9 @@ from esper.simic.proof.baselines import play_plans
 from esper.simic.proof.claims import Arms, interval
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan
-from esper.simic.proof.proving import SHARED, SPARE, ProofResults
+from esper.simic.proof.proving import SHARED, SPARE, Played, ProofResults
 from esper.simic.training import CHECKPOINT, PREVIOUS, TWINS
-from esper.tamiyo import Controller, Heuristic, Learned, Random, Wait
+from esper.tamiyo import Controller, Heuristic, Learned, PolicyBundle, Random, Wait
 from esper.tamiyo.minds import Member, read_mind
 from esper.tolaria import Family, MorphogeneticEnv, find_family, play
 
@@ -32,18 +32,23 @@ PICTURED = 24
 def run(config: Demo, console: Console) -> None:
     if config.rounds < 3 or config.hosts < 2:
         raise EsperError("--rounds must be at least 3, --hosts at least 2")
-    family, member = find_family(FAMILY), next(m for m in read_mind(MIND) if m.about["family"] == FAMILY)
+    family = find_family(FAMILY)
+    member = next(m for m in read_mind(MIND) if m.about["family"] == FAMILY)
     make_folder(config.out)
     folder = _emptied(config.out)
-    console.print(f"1 of 2: a controller learns to grow small networks ({config.rounds} rounds of 48 trainings each)")
+    console.print("1 of 2: a controller learns to grow small networks "
+                  f"({config.rounds} rounds of 48 trainings each)")
     train(Train(folder, family=FAMILY, preset="quick", rounds=config.rounds, seed=config.seed), console)
-    returns = [utility for (utility,) in read(folder / STORE, "SELECT 100 * utility FROM round ORDER BY round")]
+    found = read(folder / STORE, "SELECT 100 * utility FROM round ORDER BY round")
+    returns = [utility for (utility,) in found]
     if len(returns) < config.rounds:
         return
     third = len(returns) // 3
-    console.print(f"points above no growth: {statistics.fmean(returns[:third]):+.1f} in its first third of rounds, "
-                  f"{statistics.fmean(returns[-third:]):+.1f} in its last")
-    console.print(f"\n2 of 2: it, and {MIND} from the package, on {config.hosts} scenarios that neither has met")
+    first, last = statistics.fmean(returns[:third]), statistics.fmean(returns[-third:])
+    console.print(f"points above no growth: {first:+.1f} in its first third of rounds, "
+                  f"{last:+.1f} in its last")
+    console.print(f"\n2 of 2: it, and {MIND} from the package, "
+                  f"on {config.hosts} scenarios that neither has met")
     store = Store(config.out / "demo.db")
     court = _played(family, folder, member, config.hosts)
     court.record(store)
@@ -53,10 +58,12 @@ def run(config: Demo, console: Console) -> None:
     _draw(family, member.controller, config.out / "growth.svg")
     facts = {"family": FAMILY, "verdict": "demo", "reason": "it claims nothing", "scenarios": config.hosts,
              "seed": config.seed}
-    write_report(config.out / "demo.db", {MINE: folder / STORE}, facts, config.out / "report.html")
-    console.print(f"the report: {config.out / 'report.html'}; what {MIND} grows: {config.out / 'growth.svg'}", markup=False)
+    page = config.out / "report.html"
+    write_report(config.out / "demo.db", {MINE: folder / STORE}, facts, page)
+    console.print(f"the report: {page}; what {MIND} grows: {config.out / 'growth.svg'}", markup=False)
     console.print("next: esper train --family mlp --preset cpu --out runs/mine    a quarter of an hour\n"
-                  "      esper prove --minds runs/mine --rehearsal --out proof    beside every control", markup=False)
+                  "      esper prove --minds runs/mine --rehearsal --out proof    beside every control",
+                  markup=False)
 
 
 def _emptied(out: Path) -> Path:
@@ -66,10 +73,10 @@ def _emptied(out: Path) -> Path:
         raise EsperError(f"{folder} holds a run that no demo made; choose another --out")
     make_folder(folder)
     try:
-        mine = [folder / name for name in (DESCRIPTION, CHECKPOINT, PREVIOUS, TWINS)]
-        stores = [path.with_name(path.name + end) for path in (folder / STORE, out / "demo.db") for end in ("", "-wal", "-shm")]
-        for old in (*mine, *stores):
-            old.unlink(missing_ok=True)
+        for name in (DESCRIPTION, CHECKPOINT, PREVIOUS, TWINS):
+            (folder / name).unlink(missing_ok=True)
+        remove_store(folder / STORE)
+        remove_store(out / "demo.db")
         mark.touch()
     except OSError as error:
         raise EsperError(f"cannot empty {folder}: {error}; choose another --out") from error
@@ -78,14 +85,15 @@ def _emptied(out: Path) -> Path:
 
 def _played(family: Family, folder: Path, member: Member, count: int) -> ProofResults:
     evaluator, drawn = Evaluator(family), family.scenarios(count, "validation", SPARE)
-    spec, plan = evaluator.config.spec, Plan(tuple(member.about["plan"]["seeds"]), member.about["plan"]["start"])
-    mine, episodes = Learned.load(folder / CHECKPOINT, spec, greedy=True), cost_of(folder / STORE)["episodes"]
-    known = Learned(member.controller.bound_to(spec), greedy=True)
-    shared = {"no growth": (evaluator.play(Wait(), drawn), None), "random": (evaluator.play(Random(), drawn), None),
-              "heuristic": (evaluator.play(Heuristic(), drawn), None),
-              "best fixed": (play_plans(evaluator, [plan] * count, drawn), member.about["plan"]["episodes"])}
-    return ProofResults(drawn, {SHARED: shared, MINE: {"learned": (evaluator.play(mine, drawn), episodes)},
-                         MIND: {"learned": (evaluator.play(known, drawn), member.about["episodes"])}})
+    spec, told = evaluator.config.spec, member.about["plan"]
+    mine, known = Learned.load(folder / CHECKPOINT, spec, greedy=True), member.controller.bound_to(spec)
+    plans = [Plan(tuple(told["seeds"]), told["start"])] * count
+    controls: dict[str, PolicyBundle] = {"no growth": Wait(), "random": Random(), "heuristic": Heuristic()}
+    shared: Played = {name: (evaluator.play(policy, drawn), None) for name, policy in controls.items()}
+    shared["best fixed"] = play_plans(evaluator, plans, drawn), told["episodes"]
+    ours = evaluator.play(mine, drawn), cost_of(folder / STORE)["episodes"]
+    theirs = evaluator.play(Learned(known, greedy=True), drawn), member.about["episodes"]
+    return ProofResults(drawn, {SHARED: shared, MINE: {"learned": ours}, MIND: {"learned": theirs}})
 
 
 def _table(arms: dict[str, Arms]) -> Table:

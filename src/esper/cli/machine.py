@@ -1,4 +1,4 @@
-"""Process-wide settings that commands make: memory that is kept, and as many threads as the machine has cores to spare."""
+"""Process-wide settings that commands make: memory that is kept, and threads for the cores to spare."""
 
 import ctypes
 import os
@@ -6,20 +6,21 @@ import time
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
-_WATCHED = 0.1
-"""Seconds for which the load of the machine is watched."""
+_WATCHED = 0.1  # seconds for which the load of the machine is watched
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to keep what a step frees. It would hand activations back to the system and fault them in again, step
-    after step. True if the C library knows the setting."""
+    """Ask glibc to keep what a step frees. It would hand activations back to the system and fault them in
+    again, step after step. True if the C library knows the setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 25)) and bool(mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+                                        and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
 def choose_threads() -> str:
-    """Leave cores to whoever uses them: threads that wait spin, and beside another process small operations took
-    milliseconds. What was changed, in words; nothing if OMP_NUM_THREADS is set or the machine does not tell."""
+    """Leave cores to whoever uses them: threads that wait spin, and beside another process small operations
+    took milliseconds. What was changed, in words; nothing if OMP_NUM_THREADS is set or the machine does not
+    tell."""
     import torch
 
     most = torch.get_num_threads()
@@ -32,7 +33,8 @@ def choose_threads() -> str:
     if threads == most:
         return ""
     torch.set_num_threads(threads)
-    return f"using {threads} of {most} threads, since other processes use the rest; OMP_NUM_THREADS overrides this"
+    return (f"using {threads} of {most} threads, since other processes use the rest; "
+            "OMP_NUM_THREADS overrides this")
 
 
 def _ticks() -> tuple[int, int]:

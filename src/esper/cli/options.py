@@ -1,4 +1,4 @@
-"""What each command can be told. Nothing heavy is imported here, so that help comes at once; values are checked by who uses them."""
+"""What each command can be told; who uses values checks them. Imports are light: help comes at once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,8 @@ class Train:
     resume: bool = False
     """Go on with the run in --out, bit for bit; needs no other option."""
     more: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """With --resume: so many rounds beyond those that were declared; rates and exploration then end with the last of these,
-    and the controller so far is replaced as it learns on."""
+    """With --resume: so many rounds beyond those that were declared; rates and exploration then end with the
+    last of these, and the controller so far is replaced as it learns on."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Prove:
     jobs: int = 1
     """Processes that tune or play arms at the same time; several keep a large device busier."""
     rehearsal: bool = False
-    """Play on validation scenarios and samples and leave the test split closed: proves nothing, tells how it would go."""
+    """Play on validation scenarios and samples and leave the test split closed: proves nothing, tells how it
+    would go."""
     device: Device = "cpu"
     """cpu, or cuda."""
     plugin: Plugins = ()

@@ -1,4 +1,4 @@
-"""`esper prove`: do trained controllers beat every control on scenarios and samples that nothing was chosen with?"""
+"""`esper prove`: do trained controllers beat every control on data that nothing was chosen with?"""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from esper.cli.options import Prove
-from esper.cli.runs import STORE, load_controller, load_run, make_folder, use_plugins
+from esper.cli.runs import STORE, load_controller, load_run, make_folder, remove_store, use_plugins
 from esper.karn import write_report
 from esper.karn.report import cost_of, rows_of
 from esper.kasmina import check_device
@@ -35,8 +35,7 @@ from esper.tolaria import EnvConfig, PreviewConfig, find_family
 
 PLAIN = ("wait", "random", "heuristic")
 """Policies that can be put before the court by name, to see it refuse them."""
-EFFECTS = (1e-6, 1.0)
-"""Differences in score that can be asked for."""
+EFFECTS = (1e-6, 1.0)  # differences in score that can be asked for
 
 
 def _check(options: Prove) -> ProofConfig:
@@ -46,7 +45,8 @@ def _check(options: Prove) -> ProofConfig:
     if options.rows < 1 or options.episodes < 0 or options.jobs < 1:
         raise EsperError("--rows must be at least 1, --episodes at least 0, --jobs at least 1")
     if not EFFECTS[0] <= options.effect <= EFFECTS[1]:  # nor if it is no number
-        raise EsperError(f"--effect is {options.effect}; it must lie between {EFFECTS[0]:g} and {EFFECTS[1]:g}")
+        least, most = EFFECTS
+        raise EsperError(f"--effect is {options.effect}; it must lie between {least:g} and {most:g}")
     if os.path.lexists(options.out / f"{options.name}.json"):
         raise EsperError(f"--out {options.out} already holds a {options.name}; choose another folder")
     check_device(options.device)
@@ -58,14 +58,11 @@ class Candidate:
     """Who is put before the court; a policy that was not trained has no environment of its own."""
 
     contestant: Contestant
-    env: EnvConfig | None = None
-    """That it was trained in."""
+    env: EnvConfig | None = None  # that it was trained in
     folder: Path | None = None
     digest: str = ""
-    seed: str = ""
-    """What its training drew its randomness from."""
-    cost: Mapping[str, Any] = field(default_factory=dict)
-    """Of its training, by column of the table `round`."""
+    seed: str = ""  # what its training drew its randomness from
+    cost: Mapping[str, Any] = field(default_factory=dict)  # by column of the table `round`
 
     @property
     def name(self) -> str:
@@ -81,18 +78,21 @@ def load_candidates(name: str, device: str) -> list[Candidate]:
     folder = Path(name)
     found = load_run(folder)
     if found is None:
-        raise EsperError(f"--minds {name} is neither the folder of a run nor one of {', '.join((*shipped(), *PLAIN))}")
+        names = ", ".join((*shipped(), *PLAIN))
+        raise EsperError(f"--minds {name} is neither the folder of a run nor one of {names}")
     (config, _), called = found, folder.resolve().name
     if called in (POOLED, SHARED):
-        raise EsperError(f"--minds {name} cannot be called {called}, which stands for all of them; rename its folder")
+        raise EsperError(f"--minds {name} cannot be called {called}, which stands for all of them; "
+                         "rename its folder")
     if (folder / STORE).exists():
         verify(folder / STORE)
     known, cost = load_controller(folder, config, "cpu"), cost_of(folder / STORE)
     if cost["round"] < config.rounds or not cost["episodes"]:
-        raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and of {cost['episodes'] or 0} "
-                         "episodes; put back the whole one")
+        raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and "
+                         f"of {cost['episodes'] or 0} episodes; put back the whole one")
     contestant = Contestant(called, functools.partial(_decides, known.controller, device), cost["episodes"])
-    return [Candidate(contestant, config.env, folder, known.digest, f"{config.env.family.name} {config.seed}", cost)]
+    seed = f"{config.env.family.name} {config.seed}"
+    return [Candidate(contestant, config.env, folder, known.digest, seed, cost)]
 
 
 def _member(mind: str, member: Member, device: str) -> Candidate:
@@ -100,8 +100,8 @@ def _member(mind: str, member: Member, device: str) -> Candidate:
     about, run = member.about, member.about["run"]["config"]
     previews = PreviewConfig(run["preview_every"], run["preview_steps"]) if run["preview_every"] else None
     env = EnvConfig(find_family(about["family"]), previews=previews)
-    contestant = Contestant(f"{mind} ({about['family']})", functools.partial(_decides, member.controller, device),
-                            about["episodes"])
+    decides = functools.partial(_decides, member.controller, device)
+    contestant = Contestant(f"{mind} ({about['family']})", decides, about["episodes"])
     return Candidate(contestant, env, None, about["agent sha256"], f"{about['family']} {run['seed']}")
 
 
@@ -118,34 +118,32 @@ def resolve_env(candidates: Sequence[Candidate], family: str, device: str) -> En
     names, seen = [c.name for c in candidates], dict[str, str]()
     if len(set(names)) < len(names):
         raise EsperError(f"--minds must have different names; these are {', '.join(names)}")
-    for one, what, key in ((one, what, key) for one in candidates
-                           for what, key in (("the same controller", one.digest), ("runs of one seed", one.seed)) if key):
-        if seen.setdefault(key, one.name) != one.name:
-            raise EsperError(f"--minds {seen[key]} and {one.name} are {what}, so they are not independent; "
-                             "train one with another --seed")
-    envs = {to_text(replace(c.env, device="cpu")): c.env for c in candidates if c.env is not None}
+    for one in candidates:
+        for what, key in (("the same controller", one.digest), ("runs of one seed", one.seed)):
+            if key and seen.setdefault(key, one.name) != one.name:
+                raise EsperError(f"--minds {seen[key]} and {one.name} are {what}, so they are not "
+                                 "independent; train one with another --seed")
+    envs = {json.dumps(to_dict(replace(c.env, device="cpu")), sort_keys=True): c.env
+            for c in candidates if c.env is not None}
     families = {env.family.name for env in envs.values()} | ({family} if family else set())
     if len(families) != 1:
         raise EsperError("--minds must be of one family; "
                          f"found {', '.join(sorted(families)) or 'no family, so name one with --family'}")
     if len(envs) > 1:
-        raise EsperError("--minds must have been trained in equal environments; their families, previews or action spaces differ")
+        raise EsperError("--minds must have been trained in equal environments; "
+                         "their families, previews or action spaces differ")
     base = next(iter(envs.values())) if envs else EnvConfig(find_family(family), previews=PreviewConfig())
     return replace(base, device=device)
-
-
-def to_text(config: EnvConfig) -> str:
-    return json.dumps(to_dict(config), sort_keys=True)
 
 
 def run(options: Prove, console: Console) -> int:
     config = _check(options)
     use_plugins(options.plugin)
     loaded = [each for name in options.minds for each in load_candidates(name, options.device)]
-    candidates = [c for c in loaded if c.folder or c.env is None or not options.family or c.env.family.name == options.family]
+    candidates = [c for c in loaded if c.folder or c.env is None or options.family in ("", c.env.family.name)]
     if len(candidates) < CONTROLLERS and not options.rehearsal:
-        raise EsperError(f"{len(candidates)} controllers are no finding, which needs {CONTROLLERS}; the test split stays closed. "
-                         "Add --rehearsal to compare on validation scenarios")
+        raise EsperError(f"{len(candidates)} controllers are no finding, which needs {CONTROLLERS}; the test "
+                         "split stays closed. Add --rehearsal to compare on validation scenarios")
     env = resolve_env(candidates, options.family, options.device)
     for one in candidates:
         one.contestant.make(env.spec)  # who cannot act there is refused before anything is tuned
@@ -153,7 +151,8 @@ def run(options: Prove, console: Console) -> int:
     path, say = options.out / f"{options.name}.db", _speaker(console)
     with locked(options.out), contextlib.closing(_empty(path)) as store:
         _declare(options, env, candidates)
-        tuned = _tuned(options, env, max(options.episodes, *(c.contestant.episodes for c in candidates), 1), say)
+        most = max(options.episodes, *(c.contestant.episodes for c in candidates), 1)
+        tuned = _tuned(options, env, most, say)
         proof = prove(env, [c.contestant for c in candidates], tuned, config, store, say, options.jobs)
     console.print(_table(proof))
     facts = _facts(options, env.family.name, proof)
@@ -172,12 +171,13 @@ def _declare(options: Prove, env: EnvConfig, candidates: Sequence[Candidate]) ->
     if options.rehearsal:
         return
     path = options.out / "declaration.json"
-    asked = {"family": to_dict(env.family), "effect": options.effect, "scenarios": options.scenarios, "pilot": options.pilot,
-             "controllers": {c.name: c.digest for c in candidates}}
+    asked = {"family": to_dict(env.family), "controllers": {c.name: c.digest for c in candidates},
+             **{name: getattr(options, name) for name in ("effect", "scenarios", "pilot")}}
     if path.exists():
         said = read_json(path, "declaration")
         if different := [name for name, value in asked.items() if said.get(name) != value]:
-            raise EsperError(f"{path} declared another {', '.join(different)}; keep to it, or choose another --out")
+            raise EsperError(f"{path} declared another {', '.join(different)}; "
+                             "keep to it, or choose another --out")
         return
     write_json(path, "declaration", asked | {"declared with": provenance(options.device, options.commit)})
 
@@ -185,15 +185,15 @@ def _declare(options: Prove, env: EnvConfig, candidates: Sequence[Candidate]) ->
 def _empty(path: Path) -> Store:
     """A new store, opened before anything is played: a folder that cannot be written is found out now."""
     try:
-        for end in ("", "-wal", "-shm"):  # of a proof that did not end
-            path.with_name(path.name + end).unlink(missing_ok=True)
+        remove_store(path)  # of a proof that did not end
     except OSError as error:
-        raise EsperError(f"cannot remove what an earlier proof left: {error}; choose another --out") from error
+        raise EsperError(f"cannot remove what an earlier proof left: {error}; "
+                         "choose another --out") from error
     return Store(path)
 
 
 def _about(one: Candidate) -> dict[str, Any]:
-    """Where a controller comes from, and what it cost; previews and examinations are not counted in host-epochs."""
+    """Where a controller comes from, and what it cost; previews and examinations count no host-epochs."""
     names = {"round": "rounds", "episodes": "episodes", "host_epochs": "host_epochs", "seconds": "seconds"}
     return {"run": one.folder and str(one.folder), "sha256": one.digest or None,
             **{said: one.cost.get(name, 0) for name, said in names.items()}}
@@ -217,28 +217,31 @@ def _speaker(console: Console) -> Callable[[str], object]:
             last[0] = time.monotonic()
             console.print(what, markup=False)
 
-    return line if not console.is_terminal else lambda what: console.print(f"[dim]{escape(f'{what[:70]:<70}')}[/dim]", end="\r")
+    def changing(what: str) -> None:
+        console.print(f"[dim]{escape(f'{what[:70]:<70}')}[/dim]", end="\r")
+
+    return changing if console.is_terminal else line
 
 
 def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], object]) -> Tuned:
-    """Controls that were tuned in this folder before, as far as they had enough episodes; the rest is tuned now."""
+    """Controls tuned in this folder before, as far as they had enough episodes; the rest is tuned now."""
     path = options.out / "controls.json"
-    known = Tuned.load(path) if path.exists() else None
-    return tune(Evaluator(replace(env, previews=None)), episodes, options.rows, jobs=options.jobs, known=known,
-                watch=lambda what, done, total: say(f"tuning {what}: {done:,} of {total:,} episodes"),
-                keep=lambda tuned: tuned.save(path))
+    return tune(Evaluator(replace(env, previews=None)), episodes, options.rows, jobs=options.jobs,
+                known=Tuned.load(path) if path.exists() else None, keep=lambda tuned: tuned.save(path),
+                watch=lambda what, done, total: say(f"tuning {what}: {done:,} of {total:,} episodes"))
 
 
 def _facts(options: Prove, family: str, proof: Proof) -> dict[str, Any]:
-    verdict = {"verdict": "rehearsal", "reason": f"it proves nothing; before the court: {proof.verdict}, {proof.reason}"}
-    if not options.rehearsal:
-        verdict = {"verdict": proof.verdict, "reason": proof.reason}
-    return {"family": family, **verdict, "scenarios": options.scenarios, "pilot": options.pilot, "effect": options.effect,
-            "openings of the test split": proof.openings, **provenance(options.device, options.commit)}
+    verdict, reason = proof.verdict, proof.reason
+    if options.rehearsal:
+        verdict, reason = "rehearsal", f"it proves nothing; before the court: {verdict}, {reason}"
+    return {"family": family, "verdict": verdict, "reason": reason, "scenarios": options.scenarios,
+            "pilot": options.pilot, "effect": options.effect, "openings of the test split": proof.openings,
+            **provenance(options.device, options.commit)}
 
 
 def _table(proof: Proof) -> Table:
-    """One line per control: each controller if there are two at most, else all together and the one that is least above it."""
+    """One line per control: each controller if there are at most two, else their mean and the least."""
     table = Table("control", title="Points above each control, with 95 % intervals", title_justify="left")
     names = list(dict.fromkeys(claim.controller for claim in proof.claims if claim.controller != POOLED))
     for name in (*(names if len(names) <= 2 else ("pooled", "least controller")), "verdict"):
@@ -247,10 +250,11 @@ def _table(proof: Proof) -> Table:
         mine = [claim for claim in proof.claims if (claim.control, claim.asked) == (control, asked)]
         together, each = mine[-1], mine[:-1]
         least = min(each, key=lambda claim: math.inf if math.isnan(claim.difference) else claim.difference)
-        counts = [sum(claim.verdict == verdict for claim in each) for verdict in ("holds", "fails", "refused")]
-        verdict = ", ".join(f"{n} {what}" for n, what in zip(counts, ("hold", "fail", "refused"), strict=True) if n) or "reported"
-        table.add_row({"half": "half way to the oracle", "matches": f"{control} (matched)"}.get(asked, control),
-                      *map(_points, each if len(names) <= 2 else (together, least)), verdict)
+        counts = {said: sum(claim.verdict == verdict for claim in each)
+                  for verdict, said in (("holds", "hold"), ("fails", "fail"), ("refused", "refused"))}
+        verdict = ", ".join(f"{count} {said}" for said, count in counts.items() if count) or "reported"
+        said = {"half": "half way to the oracle", "matches": f"{control} (matched)"}.get(asked, control)
+        table.add_row(said, *map(_points, each if len(names) <= 2 else (together, least)), verdict)
     return table
 
 

@@ -5,9 +5,8 @@ import hashlib
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
@@ -34,8 +33,14 @@ def make_folder(folder: Path) -> None:
         raise EsperError(f"--out {folder} may not be written; choose another folder")
 
 
+def remove_store(path: Path) -> None:
+    """With the files that a store which was not closed leaves beside it."""
+    for end in ("", "-wal", "-shm"):
+        path.with_name(path.name + end).unlink(missing_ok=True)
+
+
 def use_plugins(paths: Sequence[Path]) -> None:
-    """Run these Python files: they register families and blueprints. What fails in them is the user's to read."""
+    """Run these Python files: they register families and blueprints. What fails in them is the user's."""
     _run_plugins(paths)
     if paths:
         PREPARATIONS.append(functools.partial(_run_plugins, tuple(paths)))
@@ -65,13 +70,11 @@ def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
         return config, {name: body[name] for name in ("made with", "declared")}
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """The controller of a run that is over."""
 
     controller: Controller
-    digest: str
-    """SHA-256 of its file."""
+    digest: str  # SHA-256 of its file
 
 
 def load_controller(folder: Path, config: TrainConfig, device: str) -> Trained:
@@ -83,6 +86,7 @@ def load_controller(folder: Path, config: TrainConfig, device: str) -> Trained:
     if header.get("run") != config.identity:
         raise EsperError(f"{path} belongs to another run than the {DESCRIPTION} beside it; put back its own")
     if not isinstance(done, int) or done < config.rounds:
-        raise EsperError(f"the run in {folder} is not over: {done} of {config.rounds} rounds are done; {again}")
+        raise EsperError(f"the run in {folder} is not over: {done} of {config.rounds} rounds are done; "
+                         f"{again}")
     digest = hashlib.sha256(read_bytes(path, "agent")).hexdigest()
     return Trained(Controller.decode(header, tensors, device, str(path)), digest)

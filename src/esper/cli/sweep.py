@@ -35,19 +35,23 @@ def run(config: Options, console: Console) -> None:
     table = choices(env.family)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("episodes", total=None)
-        sweep = run_sweep(env, table, config.inits, config.rows, config.previews, config.record,
-                          watch=lambda done, total: progress.update(bar, completed=done, total=total))
-        effects = _heads(config, env, sweep, lambda done, total: progress.update(bar, completed=done, total=total))
+
+        def watch(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        sweep = run_sweep(env, table, config.inits, config.rows, config.previews, config.record, watch)
+        effects = _heads(config, env, sweep, watch)
     outcomes = sweep.outcomes()
-    levels = voi.knowledge(outcomes)
-    episodes = len(sweep.init) * len(table)
-    console.print(voi.render(levels, f"{config.family}: {len(sweep.init)} scenarios, {len(table)} choices, in points"))
+    levels, scenarios = voi.knowledge(outcomes), len(sweep.init)
+    title = f"{config.family}: {scenarios} scenarios, {len(table)} choices, in points"
+    console.print(voi.render(levels, title))
     console.print(_kinds(sweep))
     console.print(f"rule: {voi.decide(outcomes).rule.describe(sweep.feature_names)}", markup=False)
     for head, effect in effects.items():
-        console.print(f"head {head}: {100 * effect.gain.value:+.1f} ± {100 * effect.gain.standard_error:.1f} points")
+        gain, error = (100 * part for part in effect.gain)
+        console.print(f"head {head}: {gain:+.1f} ± {error:.1f} points")
     seconds = time.perf_counter() - started
-    console.print(f"{episodes} episodes in {seconds:.0f} s, {sweep.rollbacks} rollbacks")
+    console.print(f"{scenarios * len(table)} episodes in {seconds:.0f} s, {sweep.rollbacks} rollbacks")
     if config.out is not None:
         _write(config, sweep, levels, effects, seconds)
         console.print(f"Written: {config.out}/sweep-{env.family.name}.json", markup=False)
@@ -64,18 +68,20 @@ def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any) -> dict[st
     for head, scripts in head_choices(sweep.family, int(slot), blueprint).items():
         runs = run_sweep(env, scripts, config.inits, config.rows, 0, watch=watch)
         group = runs.scenarios.kind * 100 + runs.scenarios.horizon
-        effects[head] = voi.head_effects(runs.score.mean(2).double().numpy(), runs.init.numpy(), group.numpy())
+        score = runs.score.mean(2).double()
+        effects[head] = voi.head_effects(score.numpy(), runs.init.numpy(), group.numpy())
     return effects
 
 
 def _kinds(sweep: Sweep) -> Table:
-    table = Table("hidden type", "no growth", "best choice", "its score", title="Scores before prices, by hidden type",
-                  title_justify="left")
+    table = Table("hidden type", "no growth", "best choice", "its score", title_justify="left",
+                  title="Scores before prices, by hidden type")
     score = sweep.score.mean(2)
     for number, kind in enumerate(sweep.family.kinds):
         mean = score[sweep.scenarios.kind == number].mean(0)
         best = int(mean.argmax())
-        table.add_row(kind.name, f"{100 * float(mean[0]):.1f}", sweep.names[best], f"{100 * float(mean[best]):.1f}")
+        bare, most = (f"{100 * float(mean[choice]):.1f}" for choice in (0, best))
+        table.add_row(kind.name, bare, sweep.names[best], most)
     return table
 
 
@@ -85,15 +91,16 @@ def _write(config: Options, sweep: Sweep, levels: list[voi.Level], effects: dict
     gap, part = voi.gap(levels, voi.VISIBLE, voi.HIDDEN), voi.share(levels)
     summary = {
         "family": config.family, "inits": config.inits, "scenarios": len(sweep.init), "choices": sweep.names,
-        "levels": {v.name: {"utility": v.mean, "error": v.standard_error, "gain": v.gain, "gain_error": v.gain_error,
+        "levels": {v.name: {"utility": v.mean, "error": v.standard_error, "gain": v.gain,
+                            "gain_error": v.gain_error,
                             "choices": {str(k): c for k, c in v.choices_taken.items()}} for v in levels},
         "oracle_gap": gap._asdict(), "rule_share": None if math.isnan(part.value) else part._asdict(),
         "rollbacks": sweep.rollbacks,
         "rule": voi.decide(sweep.outcomes()).rule.describe(sweep.feature_names),
-        "heads": {name: {**effect.gain._asdict(), "spread": effect.spread} for name, effect in effects.items()},
+        "heads": {name: {**each.gain._asdict(), "spread": each.spread} for name, each in effects.items()},
         "seconds": seconds, **provenance(config.device, config.commit),
     }
     write_json(config.out / f"sweep-{config.family}.json", "sweep", summary)
-    arrays = {"score": sweep.score, "params": sweep.params, "spent": sweep.spent, "features": sweep.features,
-              "init": sweep.init, **{f"scenarios.{name}": t for name, t in sweep.scenarios.columns().items()}}
+    arrays = {name: getattr(sweep, name) for name in ("score", "params", "spent", "features", "init")}
+    arrays |= {f"scenarios.{name}": t for name, t in sweep.scenarios.columns().items()}
     write_state(config.out / f"sweep-{config.family}.safetensors", "sweep", summary, arrays)

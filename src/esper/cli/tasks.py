@@ -6,22 +6,18 @@ from rich.console import Console
 from rich.table import Table
 
 from esper.cli.options import TasksAddData, TasksList
-from esper.tolaria.tasks import TASKS, Task, add_data, where
-
-
-def data_status(task: Task) -> str:
-    place = where(task)
-    if place is None:
-        return f"missing: {task.source.remedy(task)}"
-    return place if place == "built in" else "found"
+from esper.tolaria.tasks import TASKS, add_data, where
 
 
 def tasks_table() -> Table:
-    table = Table(title="Tasks", title_justify="left", caption="samples: train / validation / test", caption_justify="left")
+    table = Table(title="Tasks", title_justify="left", caption="samples: train / validation / test",
+                  caption_justify="left")
     for name in ("task", "host", "samples", "reference score", "data"):
         table.add_column(name, overflow="fold")
     for task in TASKS.values():
-        table.add_row(task.name, task.host, " /\n".join(f"{size:,}" for size in task.sizes), task.reference, data_status(task))
+        sizes, place = " /\n".join(f"{size:,}" for size in task.sizes), where(task)
+        data = f"missing: {task.source.remedy(task)}" if place is None else "found"
+        table.add_row(task.name, task.host, sizes, task.reference, place if place == "built in" else data)
         table.add_section()
     return table
 
@@ -29,9 +25,11 @@ def tasks_table() -> Table:
 def run(config: TasksList | TasksAddData, console: Console) -> None:
     if isinstance(config, TasksAddData):
         folder = add_data(config.name, config.path)
-        console.print(f"{config.name}: all files in {folder} are as expected; Esper reads them from there", markup=False)
+        console.print(f"{config.name}: all files in {folder} are as expected; Esper reads them from there",
+                      markup=False)
     elif config.json:
-        print(json.dumps({task.name: {"host": task.host, "inputs": task.inputs, "sizes": task.sizes,
-                                      "reference": task.reference, "data": where(task)} for task in TASKS.values()}))
+        names = ("host", "inputs", "sizes", "reference")
+        print(json.dumps({task.name: {**{name: getattr(task, name) for name in names}, "data": where(task)}
+                          for task in TASKS.values()}))
     else:
         console.print(tasks_table())

@@ -5,7 +5,7 @@ import shlex
 import signal
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,30 +27,33 @@ from esper.tolaria import Family, find_family
 
 _SOLVER = {"entropy": [0.1, 0.002], "explore": [0.05, 0.0]}
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32, "env": {"previews": False},
-              "ppo": _SOLVER},
-    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128, "env": {"previews": False},
-            "ppo": _SOLVER},
+    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32,
+              "env": {"previews": False}, "ppo": _SOLVER},
+    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128,
+            "env": {"previews": False}, "ppo": _SOLVER},
     "gpu": {"rounds": 32, "rows": 192, "scenarios": 1152, "exam_every": 16, "exam_rows": 128,
-            "env": {"previews": {"every": 20, "steps": 20}, "device": "cuda"}, "ppo": {**_SOLVER, "minibatches": 8}},
+            "env": {"previews": {"every": 20, "steps": 20}, "device": "cuda"},
+            "ppo": {**_SOLVER, "minibatches": 8}},
 }
 """name -> what differs from the defaults of `TrainConfig`."""
 
 
 def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainConfig:
-    """Defaults and a preset, or what a run has stored and a preset if one is named; then the file, then the command line."""
+    """Defaults or what a run stored, a preset if named; then the file, then the command line."""
     preset = options.preset or ("quick" if stored is None else "")
     if preset and preset not in PRESETS:
         raise EsperError(f"no --preset {preset!r}; choose from {', '.join(PRESETS)}")
-    changes: list[tuple[str, dict[str, Any]]] = [("preset", PRESETS.get(preset, {}))]
+    changes: Any = PRESETS.get(preset, {})
     if options.family:
-        changes.append(("command line", {"env": {"family": to_dict(find_family(options.family)), "spec": False}}))
+        family = {"family": to_dict(find_family(options.family)), "spec": False}
+        changes = _merged(changes, {"env": family})
     if options.config is not None:
-        changes.append((str(options.config), _toml(options.config)))
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("rounds", "rows", "seed")
-                             if getattr(options, name) is not None}
-    changes.append(("command line", given | ({"env": {"device": options.device}} if options.device else {})))
-    return override(stored or TrainConfig(), _joined(changes), "the config")
+        changes = _merged(changes, _toml(options.config))
+    given = {name: getattr(options, name) for name in ("rounds", "rows", "seed")}
+    changes = _merged(changes, {name: value for name, value in given.items() if value is not None})
+    if options.device:
+        changes = _merged(changes, {"env": {"device": options.device}})
+    return override(stored or TrainConfig(), changes, "the config")
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -61,24 +64,18 @@ def _toml(path: Path) -> dict[str, Any]:
         raise EsperError(f"cannot read --config {path}: {error}") from error
     env = keys.get("env")
     if isinstance(env, dict) and "family" in env:
-        named = isinstance(env["family"], str)
-        family = find_family(env["family"]) if named else from_dict(Family, env["family"], f"{path}: env.family", complete=False)
-        env["family"] = to_dict(family)
+        family = env["family"]
+        env["family"] = to_dict(find_family(family) if isinstance(family, str) else
+                                from_dict(Family, family, f"{path}: env.family", complete=False))
         env.setdefault("spec", False)
     return keys
 
 
-def _joined(changes: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Later ones over earlier ones, key by key."""
-    def merge(base: Any, more: Any) -> Any:
-        if not (isinstance(base, dict) and isinstance(more, dict)):
-            return more
-        return base | {name: merge(base.get(name), value) for name, value in more.items()}
-
-    joined: dict[str, Any] = {}
-    for _, keys in changes:
-        joined = merge(joined, keys)
-    return joined
+def _merged(base: Any, more: Any) -> Any:
+    """More over base, key by key."""
+    if not (isinstance(base, dict) and isinstance(more, dict)):
+        return more
+    return base | {name: _merged(base.get(name), value) for name, value in more.items()}
 
 
 def run(options: Train, console: Console) -> None:
@@ -87,13 +84,9 @@ def run(options: Train, console: Console) -> None:
     if options.more < 0 or (options.more and not options.resume):
         raise EsperError("--more is a number of rounds for a run to --resume")
     with ExitStack() as stack:
-        if options.resume:
-            training = _resumed(options, console, stack)
-        else:
-            training = _created(options, stack)
+        training = _resumed(options, console, stack) if options.resume else _created(options, stack)
         config = training.config
-        store = stack.enter_context(_opened(folder / STORE))
-        training.sink = store
+        training.sink = stack.enter_context(closing(Store(folder / STORE)))
         asked = stack.enter_context(_interruptible(console))
         live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         if live is not None:
@@ -103,16 +96,8 @@ def run(options: Train, console: Console) -> None:
             console.print(f"stopped after round {training.agent.updates}; go on with: {again}", markup=False)
             return
         _conclude(training, console)
-    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}", markup=False)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Store]:
-    store = Store(path)
-    try:
-        yield store
-    finally:
-        store.close()
+    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}",
+                  markup=False)
 
 
 @contextmanager
@@ -124,7 +109,8 @@ def _interruptible(console: Console) -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        console.print("stopping after this round; Ctrl-C again stops at once and loses the round", markup=False)
+        console.print("stopping after this round; Ctrl-C again stops at once and loses the round",
+                      markup=False)
 
     before = signal.signal(signal.SIGINT, ask)
     try:
@@ -146,7 +132,8 @@ def _created(options: Train, stack: ExitStack) -> Training:
     """A new run; its folder is described only when everything is there that it needs."""
     folder, config = options.out, resolve_config(options)
     if os.path.lexists(folder / DESCRIPTION):
-        raise EsperError(f"--out {folder} already holds a run; add --resume to go on with it, or choose another folder")
+        raise EsperError(f"--out {folder} already holds a run; add --resume to go on with it, "
+                         "or choose another folder")
     make_folder(folder)
     stack.enter_context(locked(folder))
     training = Training(config, folder)
@@ -161,14 +148,16 @@ def _resumed(options: Train, console: Console, stack: ExitStack) -> Training:
         raise EsperError(f"--out {folder} holds no run to resume")
     config, about = found
     if different := _differences(to_dict(config), to_dict(resolve_config(options, config))):
-        raise EsperError(f"the run in {folder} has another {', '.join(different)}; resume it with its own options, or with none")
+        raise EsperError(f"the run in {folder} has another {', '.join(different)}; "
+                         "resume it with its own options, or with none")
     stack.enter_context(locked(folder))
     _as_before(about["made with"], console)
     longer = replace(config, rounds=config.rounds + options.more)
     training = Training(longer, folder)
     if training.agent.updates:
         if not (folder / STORE).exists():
-            raise EsperError(f"{folder / STORE} is missing, which holds {training.agent.updates} rounds; put it back")
+            raise EsperError(f"{folder / STORE} is missing, which holds {training.agent.updates} rounds; "
+                             "put it back")
         verify(folder / STORE)
     if options.more:
         write_description(folder, longer, {**about, "declared": [*about["declared"], config.rounds]})
@@ -178,8 +167,9 @@ def _resumed(options: Train, console: Console, stack: ExitStack) -> Training:
 def _differences(stored: Any, asked: Any, where: str = "") -> list[str]:
     """Keys that differ, as a file of settings names them."""
     if isinstance(stored, dict) and isinstance(asked, dict):
-        names = dict.fromkeys([*stored, *asked])
-        return [each for name in names for each in _differences(stored.get(name), asked.get(name), f"{where}.{name}".strip("."))]
+        pairs = {name: (stored.get(name), asked.get(name)) for name in (*stored, *asked)}
+        return [each for name, both in pairs.items()
+                for each in _differences(*both, f"{where}.{name}".strip("."))]
     return [] if stored == asked else [where]
 
 
@@ -189,8 +179,8 @@ def _as_before(made_with: dict[str, Any], console: Console) -> None:
         torch.set_num_threads(int(made_with["threads"]))
         console.print(f"using {made_with['threads']} threads, as the run was begun with", markup=False)
     if made_with["torch"] != torch.__version__:
-        console.print(f"the run was begun with torch {made_with['torch']}, this is {torch.__version__}: it goes on, but not bit "
-                      "for bit", markup=False)
+        console.print(f"the run was begun with torch {made_with['torch']}, this is {torch.__version__}: "
+                      "it goes on, but not bit for bit", markup=False)
 
 
 def _conclude(training: Training, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Simic: selection pressure. Rewards, the rollout, the learning rule and the training loop; `simic.proof` is the court."""
+"""Simic: selection pressure. Rewards, rollout, learning rule, training loop; `simic.proof` is the court."""
 
 from esper.simic.advantages import PerHead, compute_causal_masks, compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Step, TamiyoRolloutBuffer
@@ -10,23 +10,7 @@ from esper.simic.training import TrainConfig, Training
 from esper.simic.world import RewardWorld, Round
 
 __all__ = [
-    "REWARDS",
-    "Anomaly",
-    "AnomalyDetector",
-    "Collector",
-    "Outcome",
-    "PPOAgent",
-    "PPOConfig",
-    "PPOUpdateMetrics",
-    "PerHead",
-    "RewardWorld",
-    "RolloutSpec",
-    "Round",
-    "Step",
-    "TamiyoRolloutBuffer",
-    "Thresholds",
-    "TrainConfig",
-    "Training",
-    "compute_causal_masks",
-    "compute_per_head_advantages",
+    "REWARDS", "Anomaly", "AnomalyDetector", "Collector", "Outcome", "PPOAgent", "PPOConfig",
+    "PPOUpdateMetrics", "PerHead", "RewardWorld", "RolloutSpec", "Round", "Step", "TamiyoRolloutBuffer",
+    "Thresholds", "TrainConfig", "Training", "compute_causal_masks", "compute_per_head_advantages",
 ]

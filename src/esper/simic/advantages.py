@@ -27,7 +27,6 @@ class PerHead(NamedTuple):
 if PerHead._fields != tuple(head.name.lower() for head in Head):
     raise TypeError("PerHead needs one field for each Head, in its order")
 
-
 _OPS = tuple(tuple(op for op in range(len(RELEVANCE)) if RELEVANCE[op, head]) for head in range(len(Head)))
 """For each head the ops under which it matters: the columns of `RELEVANCE`."""
 
@@ -40,11 +39,8 @@ def compute_causal_masks(ops: Tensor) -> PerHead:
 
 
 def compute_per_head_advantages(advantages: Tensor, ops: Tensor) -> PerHead:
-    """Advantages [T, N] for each head, zero where it did not matter.
-
-    The op's are the given tensor itself, since every op matters: read them, do not write to them.
-    """
+    """Advantages [T, N] for each head, zero where it did not matter. The op's are the given tensor itself."""
     if advantages.shape != ops.shape:
-        raise EsperError(f"advantages have shape {list(advantages.shape)} and ops {list(ops.shape)}; both must be [T, N]")
-    masks = compute_causal_masks(ops)
-    return PerHead(advantages, *(torch.where(mask, advantages, 0) for mask in masks[1:]))
+        raise EsperError(f"advantages have shape {list(advantages.shape)} and ops {list(ops.shape)}; "
+                         "both must be [T, N]")
+    return PerHead(advantages, *(torch.where(mask, advantages, 0) for mask in compute_causal_masks(ops)[1:]))

@@ -18,25 +18,25 @@ from esper.tamiyo.network import Acted
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The shape of a rollout. Learning sees it in sequences of `chunk` steps, each from the memory it began with."""
+    """The shape of a rollout. Learning sees `chunk` steps at a time, from the memory they began with."""
 
     steps: int
     rows: int
     spec: ActionSpec
     observation: ObservationSpec
     hidden: int
-    chunk: int = 0
-    """0 is all steps at once."""
-    privileged: int = 0
-    """Numbers that the value head alone sees."""
+    chunk: int = 0  # all steps at once
+    privileged: int = 0  # numbers that the value head alone sees
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.rows < 1 or self.chunk < 0 or (self.chunk and self.steps % self.chunk):
-            raise EsperError(f"a rollout of {self.steps} steps x {self.rows} rows cannot be cut into chunks of {self.chunk}")
+            raise EsperError(f"a rollout of {self.steps} steps x {self.rows} rows cannot be cut "
+                             f"into chunks of {self.chunk}")
 
     @classmethod
-    def of(cls, network: FactoredRecurrentActorCritic, steps: int, rows: int, chunk: int = 0) -> "RolloutSpec":
-        return cls(steps, rows, network.spec, network.observation, network.config.hidden, chunk, network.config.privileged)
+    def of(cls, net: FactoredRecurrentActorCritic, steps: int, rows: int, chunk: int = 0) -> "RolloutSpec":
+        hidden, privileged = net.config.hidden, net.config.privileged
+        return cls(steps, rows, net.spec, net.observation, hidden, chunk, privileged)
 
     @property
     def length(self) -> int:
@@ -46,16 +46,14 @@ class RolloutSpec:
         """Name -> (shape behind [T, N], dtype) of all that a step brings."""
         (row, slot, candidate), heads = self.observation.widths, len(self.spec.heads)
         slots, kinds = self.spec.slots, len(self.spec.blueprints)
-        single = {"log_prob": torch.float32, "value": torch.float32, "reward": torch.float32, "bootstrap": torch.float32,
-                  "done": torch.bool, "truncated": torch.bool, "reset": torch.bool, "valid": torch.bool}
-        return {
-            "seen.row": ((row,), torch.float32), "seen.slot": ((slots, slot), torch.float32),
-            "seen.candidate": ((slots, kinds, candidate), torch.float32), "actions": ((heads,), torch.int64),
-            "privileged": ((self.privileged,), torch.float32),
-            "head_log_probs": ((heads,), torch.float32), "relevant": ((heads,), torch.bool),
-            **{name: ((), dtype) for name, dtype in single.items()},
-            **{f"mask.{name}": (size, torch.bool) for name, size in mask_sizes(self.spec).items()},
-        }
+        numbers = {"seen.row": (row,), "seen.slot": (slots, slot), "privileged": (self.privileged,),
+                   "seen.candidate": (slots, kinds, candidate), "head_log_probs": (heads,),
+                   **dict.fromkeys(("log_prob", "value", "reward", "bootstrap"), ())}
+        flags = {"relevant": (heads,), **dict.fromkeys(("done", "truncated", "reset", "valid"), ()),
+                 **{f"mask.{name}": size for name, size in mask_sizes(self.spec).items()}}
+        return {"actions": ((heads,), torch.int64),
+                **{name: (tail, torch.float32) for name, tail in numbers.items()},
+                **{name: (tail, torch.bool) for name, tail in flags.items()}}
 
 
 class Step(NamedTuple):
@@ -98,7 +96,8 @@ class Sequences(NamedTuple):
         return self.valid & self.relevant.any(-1)
 
 
-_PLAIN = ("actions", "log_prob", "head_log_probs", "relevant", "value", "advantage", "target", "valid", "privileged", "clock")
+_PLAIN = Sequences._fields[2:-2]
+"""Everything of a batch that is one tensor [L, B, ...], whatever happened in it."""
 
 
 class TamiyoRolloutBuffer:
@@ -106,11 +105,11 @@ class TamiyoRolloutBuffer:
 
     def __init__(self, spec: RolloutSpec, device: torch.device | str = "cpu") -> None:
         self.spec, self.device = spec, torch.device(device)
-        lead = (spec.steps, spec.rows)
         self._tails = spec.tails()
-        derived = {"advantage": torch.float32, "target": torch.float32, "clock": torch.int64}
-        tails = self._tails | {name: ((), dtype) for name, dtype in derived.items()}
-        self._all = {name: torch.zeros(*lead, *tail, dtype=dtype, device=self.device) for name, (tail, dtype) in tails.items()}
+        single, whole = ((), torch.float32), ((), torch.int64)
+        tails = self._tails | {"advantage": single, "target": single, "clock": whole}
+        self._all = {name: torch.zeros(spec.steps, spec.rows, *tail, dtype=dtype, device=self.device)
+                     for name, (tail, dtype) in tails.items()}
         self._hidden = torch.zeros(spec.steps // spec.length, spec.rows, 2, spec.hidden, device=self.device)
         self.reset()
 
@@ -126,14 +125,14 @@ class TamiyoRolloutBuffer:
     def add(self, step: Step) -> None:
         """Append a step of all rows; nothing is written if any part has another shape, dtype or device."""
         if self.filled == self.spec.steps:
-            raise EsperError(f"this rollout already holds its {self.spec.steps} steps; call reset before adding more")
-        acted = step.acted
+            raise EsperError(f"this rollout already holds its {self.spec.steps} steps; "
+                             "call reset before adding more")
         parts = {f"seen.{name}": part for name, part in step.seen._asdict().items()}
         parts |= {f"mask.{name}": part for name, part in step.masks.named().items()}
-        parts |= {"actions": acted.actions, "log_prob": acted.log_prob, "head_log_probs": acted.head_log_probs,
-                  "relevant": acted.relevant, "value": acted.value, "reward": step.reward, "done": step.done,
-                  "truncated": step.truncated, "bootstrap": step.bootstrap, "reset": step.reset, "valid": step.valid,
-                  "privileged": step.reward.new_zeros(len(step.reward), 0) if step.privileged is None else step.privileged}
+        plain = step._asdict() | step.acted._asdict()
+        parts |= {name: part for name, part in plain.items() if name in self._tails}
+        nothing = step.reward.new_zeros(len(step.reward), 0)
+        parts["privileged"] = nothing if step.privileged is None else step.privileged
         for name, (tail, dtype) in self._tails.items():
             self._check(name, parts[name], (self.spec.rows, *tail), dtype)
         self._check("hidden", step.hidden, (self.spec.rows, 2, self.spec.hidden), self._hidden.dtype)
@@ -152,8 +151,8 @@ class TamiyoRolloutBuffer:
 
     def _check(self, name: str, part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if part.shape != shape or part.dtype != dtype or part.device.type != self.device.type:
-            raise EsperError(f"step's {name!r} is {part.dtype} {list(part.shape)} on {part.device.type}; this rollout holds "
-                             f"{dtype} {list(shape)} on {self.device.type}")
+            raise EsperError(f"step's {name!r} is {part.dtype} {list(part.shape)} on {part.device.type}; "
+                             f"this rollout holds {dtype} {list(shape)} on {self.device.type}")
         if part.requires_grad:
             raise EsperError(f"step's {name!r} carries a gradient; collect under torch.no_grad")
 
@@ -167,8 +166,8 @@ class TamiyoRolloutBuffer:
         ended = self["done"] | self["truncated"]
         if bool((valid & ~ended)[:-1].logical_and(~valid[1:]).any()):
             raise EsperError("a row stopped without done or truncated; its next step is not valid")
-        following = torch.cat([value[1:], last_value[None]])
-        following = torch.where(self["done"], 0.0, torch.where(self["truncated"], self["bootstrap"], following))
+        ahead = torch.where(self["truncated"], self["bootstrap"], torch.cat([value[1:], last_value[None]]))
+        following = torch.where(self["done"], 0.0, ahead)
         delta = torch.where(valid, self["reward"] + gamma * following - value, 0.0)
         weight = gamma * gae_lambda * (~ended & valid)
         running, advantage = torch.zeros_like(last_value), self["advantage"]
@@ -179,8 +178,23 @@ class TamiyoRolloutBuffer:
         self._ready = True
 
     @torch.no_grad()
+    def check_numbers(self, largest: float) -> None:
+        """Raise for what no update may learn from; no reward may be larger. Rows that wait hold zeros."""
+        seen = (f"seen.{name}" for name in Observation._fields)
+        names = ("reward", "value", "bootstrap", "target", "privileged", *seen)
+        bad = {name: ~self[name].isfinite() for name in names}
+        bad["reward"] |= self["reward"].abs() > largest
+        for name, found in zip(bad, torch.stack([part.any() for part in bad.values()]).tolist(), strict=True):
+            if found:
+                step, row, *rest = bad[name].nonzero()[0].tolist()
+                limit = f" of size {largest:g} at most" if name == "reward" else ""
+                value = float(self[name][step, row, *rest])
+                raise EsperError(f"{name!r} is {value:g} at step {step} of row {row}; expected finite "
+                                 f"numbers{limit}; nothing was learned from this rollout")
+
+    @torch.no_grad()
     def normalize_advantages(self) -> tuple[Tensor, Tensor]:
-        """Mean 0 and spread 1 over the steps that had a choice; (mean, spread) before. Other steps keep no advantage."""
+        """Mean 0 and spread 1 over steps that had a choice, others keep none; (mean, spread) before."""
         if not self._ready:
             raise EsperError("there are no advantages yet; call compute_advantages_and_returns first")
         chosen = self["valid"] & self["relevant"].any(-1)
@@ -191,47 +205,46 @@ class TamiyoRolloutBuffer:
         self["advantage"].copy_(centred / (spread + 1e-8))
         return mean, spread
 
-    def get_batched_sequences(self, minibatches: int = 1, generator: torch.Generator | None = None) -> Iterator[Sequences]:
-        """All sequences once, in random batches of equal size. One batch of whole rows is a view: nothing is copied."""
+    def get_batched_sequences(self, minibatches: int = 1,
+                              generator: torch.Generator | None = None) -> Iterator[Sequences]:
+        """All sequences once, in random batches of equal size. One batch of whole rows is a view, no copy."""
         if not self._ready:
             raise EsperError("there are no advantages yet; call compute_advantages_and_returns first")
         if self.spec.chunk and self.filled % self.spec.chunk:
-            raise EsperError(f"{self.filled} steps cannot be cut into chunks of {self.spec.chunk}; fill whole chunks")
+            raise EsperError(f"{self.filled} steps cannot be cut into chunks of {self.spec.chunk}; "
+                             "fill whole chunks")
         chunks = max(1, self.filled // self.spec.length)
         count = chunks * self.spec.rows
         if count % minibatches:
-            raise EsperError(f"{count} sequences cannot be cut into {minibatches} equal batches; choose a divisor")
+            raise EsperError(f"{count} sequences cannot be cut into {minibatches} equal batches; "
+                             "choose a divisor")
+        unused = ("reward", "done", "truncated", "bootstrap")
+        named = {name: self[name] for name in self._all if name not in unused}
         if minibatches == 1 and chunks == 1:
-            yield self._sequences(self._all_named(), self._hidden[0])
+            yield self._sequences(named, self._hidden[0])
             return
-        named = {name: self._chunked(tensor, chunks) for name, tensor in self._all_named().items()}
+        named = {name: tensor.unflatten(0, (chunks, -1)).transpose(0, 1).flatten(1, 2)  # [L, C * N, ...]
+                 for name, tensor in named.items()}
         hidden = self._hidden[:chunks].flatten(0, 1)
         order = torch.arange(count) if minibatches == 1 else torch.randperm(count, generator=generator)
         for part in order.to(self.device).split(count // minibatches):
-            yield self._sequences({name: t.index_select(1, part) for name, t in named.items()}, hidden.index_select(0, part))
-
-    def _all_named(self) -> dict[str, Tensor]:
-        unused = ("reward", "done", "truncated", "bootstrap")
-        return {name: self[name] for name in self._all if name not in unused}
-
-    def _chunked(self, tensor: Tensor, chunks: int) -> Tensor:
-        """[filled, N, ...] as [L, C * N, ...]."""
-        return tensor.unflatten(0, (chunks, -1)).transpose(0, 1).flatten(1, 2)
+            chosen = {name: tensor.index_select(1, part) for name, tensor in named.items()}
+            yield self._sequences(chosen, hidden.index_select(0, part))
 
     def _sequences(self, named: dict[str, Tensor], hidden: Tensor) -> Sequences:
+        spec, reset = self.spec.spec, named["reset"] if self._resets_inside else None
         seen = Observation(*(named[f"seen.{name}"] for name in Observation._fields))
-        masks = ActionMasks.from_named(self.spec.spec, {name: named[f"mask.{name}"] for name in mask_sizes(self.spec.spec)})
-        plain = {name: named[name] for name in _PLAIN}
-        return Sequences(seen, masks, **plain, reset=named["reset"] if self._resets_inside else None, hidden=hidden)
+        masks = ActionMasks.from_named(spec, {name: named[f"mask.{name}"] for name in mask_sizes(spec)})
+        return Sequences(seen, masks, **{name: named[name] for name in _PLAIN}, reset=reset, hidden=hidden)
 
 
 def parts_of(batch: Sequences, pieces: int) -> Iterator[Sequences]:
     """The batch in so many pieces along its sequences, for gradients that are summed up."""
-    if batch.valid.shape[1] % pieces:
-        raise EsperError(f"{batch.valid.shape[1]} sequences cannot be cut into {pieces} equal pieces; choose a divisor")
-    size = batch.valid.shape[1] // pieces
-    for start in range(0, batch.valid.shape[1], size):
-        cut = slice(start, start + size)
+    count = batch.valid.shape[1]
+    if count % pieces:
+        raise EsperError(f"{count} sequences cannot be cut into {pieces} equal pieces; choose a divisor")
+    for start in range(0, count, count // pieces):
+        cut = slice(start, start + count // pieces)
         seen, (op, slot, values) = Observation(*(t[:, cut] for t in batch.seen)), batch.masks
         masks = ActionMasks(op[:, cut], slot[:, cut], {pair: t[:, cut] for pair, t in values.items()})
         plain = {name: getattr(batch, name)[:, cut] for name in _PLAIN}

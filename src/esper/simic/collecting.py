@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 class Collector:
-    """An agent's controller that acts, and remembers each step in a rollout: `act`, then `add` what came of it."""
+    """A controller that acts, and remembers each step in a rollout: `act`, then `add` what came of it."""
 
     def __init__(self, agent: PPOAgent, rows: int, buffer: TamiyoRolloutBuffer) -> None:
         self.agent, self.buffer = agent, buffer
@@ -33,7 +33,7 @@ class Collector:
         self._open: tuple[PolicyInput, Observation, Acted, Tensor] | None = None
 
     def act(self, shown: PolicyInput) -> Tensor:
-        """Actions [N, heads] for what is shown; observations of rows that are not over count in the running statistics."""
+        """Actions [N, heads] for what is shown; rows that are not over count in the running statistics."""
         controller = self.agent.controller
         valid = torch.ones_like(shown.reset) if shown.valid is None else shown.valid
         controller.normaliser.update(shown.seen, valid)
@@ -48,11 +48,12 @@ class Collector:
         (shown, seen, acted, valid), self._open = self._open, None
         bootstrap = torch.zeros_like(outcome.reward)
         if outcome.final is None and bool(outcome.truncated.any()):
-            raise EsperError("a row was cut, and nothing says what it would have seen next; give Outcome its final")
+            raise EsperError("a row was cut, and nothing says what it would have seen next; "
+                             "give Outcome its final")
         if outcome.final is not None:
             bootstrap = self.agent.controller.value(outcome.final, acted.hidden, shown.privileged)
-        self.buffer.add(Step(seen, shown.masks, acted, outcome.reward, outcome.done, outcome.truncated, bootstrap,
-                             shown.reset, self.hidden, valid, shown.privileged))
+        self.buffer.add(Step(seen, shown.masks, acted, outcome.reward, outcome.done, outcome.truncated,
+                             bootstrap, shown.reset, self.hidden, valid, shown.privileged))
         self.hidden = acted.hidden
 
     def value(self, ahead: PolicyInput) -> Tensor:

@@ -24,7 +24,7 @@ REDUCERS: dict[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True)
 class PPOUpdateMetrics:
-    """One update; `METRICS` says what each number is. Numbers by head follow the names of the spec's heads."""
+    """One update; `METRICS` says what each number is. Numbers by head are named as the spec's heads are."""
 
     policy_loss: float
     value_loss: float
@@ -67,7 +67,8 @@ def check_metrics(kind: type, table: Mapping[str, UpdateMetric]) -> None:
     """Raise unless the table has a row with a known reducer for each field of the dataclass."""
     names = {f.name for f in fields(kind)}
     if names != set(table) or not {metric.reducer for metric in table.values()} <= set(REDUCERS):
-        raise TypeError(f"{kind.__name__} and its table differ in {', '.join(sorted(names ^ set(table))) or 'reducers'}; "
+        odd = ", ".join(sorted(names ^ set(table))) or "reducers"
+        raise TypeError(f"{kind.__name__} and its table differ in {odd}; "
                         f"give every metric one of {', '.join(REDUCERS)}")
 
 
@@ -101,16 +102,14 @@ class Thresholds:
     """It is over when the number is this much better than its threshold."""
 
 
-AT = " at "
-"""Between a metric and the place of its extreme."""
+AT = " at "  # between a metric and the place of its extreme
 
 
 @dataclass(frozen=True)
 class Anomaly:
     """Something alarming that is open."""
 
-    kind: str
-    """ratio_explosion, ratio_collapse, entropy_collapse, starved, value_error, stale_values or non_finite."""
+    kind: str  # as `AnomalyDetector._signs` has it
     where: str
     """The head, or the metric; of a ratio also the step of the episode, the op and the head that moved."""
     value: float
@@ -138,7 +137,7 @@ class _Sign:
 
 
 class AnomalyDetector:
-    """Watches updates. Explosions and non-finite numbers fire at once, what creeps after some updates in a row."""
+    """Watches updates. Explosions and non-finite numbers fire at once, what creeps after some updates."""
 
     def __init__(self, thresholds: Thresholds) -> None:
         self.thresholds = thresholds
@@ -147,10 +146,7 @@ class AnomalyDetector:
 
     def __call__(self, numbers: dict[str, float], heads: dict[str, dict[str, float]],
                  places: Mapping[str, str] | None = None) -> tuple[Anomaly, ...]:
-        """Every open anomaly after this update, from its single numbers and its numbers by head.
-
-        `places` says for some of the numbers where they come from.
-        """
+        """What is open after this update; `places` says for some of its numbers where they come from."""
         exact = {name: f"{name}{AT}{place}" for name, place in (places or {}).items()}
         signs = list(self._signs(numbers, heads))
         for key in self.open.keys() - {(sign.kind, sign.where) for sign in signs}:  # no longer asked
@@ -169,19 +165,20 @@ class AnomalyDetector:
 
     def _signs(self, numbers: dict[str, float], heads: dict[str, dict[str, float]]) -> Iterable[_Sign]:
         limit = self.thresholds
-        yield _Sign("ratio_explosion", "ratio_max", numbers["ratio_max"], limit.ratio_max, above=True, at_once=True)
-        yield _Sign("ratio_collapse", "ratio_min", numbers["ratio_min"], limit.ratio_min, above=False, at_once=True)
-        yield _Sign("value_error", "value_error", numbers["value_error"], limit.value_error, above=True)
-        yield _Sign("stale_values", "explained_variance", numbers["explained_variance"],
-                    limit.explained_variance, above=False)
-        by_head = {f"{name} {head}": value for name, values in heads.items() for head, value in values.items()}
+        for kind, name, above, at_once in (
+                ("ratio_explosion", "ratio_max", True, True), ("ratio_collapse", "ratio_min", False, True),
+                ("value_error", "value_error", True, False),
+                ("stale_values", "explained_variance", False, False)):
+            yield _Sign(kind, name, numbers[name], getattr(limit, name), above, at_once)
+        by_head = {f"{name} {head}": value for name, part in heads.items() for head, value in part.items()}
         for name, value in (numbers | by_head).items():
             yield _Sign("non_finite", name, float(not math.isfinite(value)), 0.0, above=True, at_once=True)
         for name, share in heads["head_learnable"].items():
             yield _Sign("starved", f"{name} learnable", share, limit.head_learnable, above=False)
             if share > limit.head_learnable:  # a head nobody asked says nothing about its entropy or gradient
-                yield _Sign("entropy_collapse", name, heads["head_entropy"][name], limit.head_entropy, above=False)
-                yield _Sign("starved", f"{name} gradient", heads["head_grad_norm"][name], limit.head_grad_norm, above=False)
+                entropy, gradient = heads["head_entropy"][name], heads["head_grad_norm"][name]
+                yield _Sign("entropy_collapse", name, entropy, limit.head_entropy, above=False)
+                yield _Sign("starved", f"{name} gradient", gradient, limit.head_grad_norm, above=False)
 
     def state(self) -> dict[str, Any]:
         return {"counts": [[*key, count] for key, count in self.counts.items()],

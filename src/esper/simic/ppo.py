@@ -17,7 +17,7 @@ from esper.leyline.storage import decoding, read_state, write_state
 from esper.simic.advantages import compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
-from esper.tamiyo import ActionDistribution, Controller, FactoredRecurrentActorCritic
+from esper.tamiyo import ActionDistribution, Controller
 from esper.tamiyo.controller import check_tensors
 from esper.tamiyo.network import exact
 
@@ -79,19 +79,15 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.ratio not in RATIOS:
             raise EsperError(f"no ratio {self.ratio!r}; choose from {', '.join(RATIOS)}")
-        for name, (least, most) in RANGES.items():
-            self._check(name, least, most)
-
-    def _check(self, name: str, least: float, most: float) -> None:
-        """Raise unless the field has as many numbers as its default, of its kind and in the range."""
-        value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-        given, known = (v if isinstance(v, (tuple, list)) else (v,) for v in (value, default))
-        whole = isinstance(known[0], int)
-        kinds = (int,) if whole else (int, float)
-        fits = all(type(v) in kinds and least <= v <= most for v in given)  # NaN fits in no range
-        if len(given) != len(known) or not fits:
-            what = f"{'whole ' if whole else ''}number{'s' if len(known) > 1 else ''}"
-            raise EsperError(f"{name} is {value!r}; expected {len(known)} {what} from {least:g} to {most:g}")
+        for name, (least, most) in RANGES.items():  # as many numbers as its default has, of its kind
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            given, known = (v if isinstance(v, (tuple, list)) else (v,) for v in (value, default))
+            whole = isinstance(known[0], int)
+            kinds = (int,) if whole else (int, float)
+            fits = all(type(v) in kinds and least <= v <= most for v in given)  # NaN fits in no range
+            if len(given) != len(known) or not fits:
+                what = f"{len(known)} {'whole ' if whole else ''}number{'s' if len(known) > 1 else ''}"
+                raise EsperError(f"{name} is {value!r}; expected {what} from {least:g} to {most:g}")
 
 
 class Knobs(NamedTuple):
@@ -103,7 +99,8 @@ class Knobs(NamedTuple):
     value_clip: Tensor
 
 
-NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error", "ratio_max", "ratio_min")
+NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error",
+           "ratio_max", "ratio_min")
 _EXTREMES = NUMBERS.index("ratio_max")  # from here on pieces of a minibatch are combined by their extremes
 _PLACES = tuple((ratio, part) for ratio in ("ratio_max", "ratio_min") for part in ("step", "op", "head"))
 
@@ -111,34 +108,28 @@ _PLACES = tuple((ratio, part) for ratio in ("ratio_max", "ratio_min") for part i
 class PPOAgent:
     """Learns a controller from rollouts."""
 
-    def __init__(self, controller: Controller, config: PPOConfig | None = None, thresholds: Thresholds | None = None,
-                 seed: int = 0, compile: bool = False) -> None:
-        self.controller, self.config = controller, config or PPOConfig()
+    def __init__(self, controller: Controller, config: PPOConfig | None = None,
+                 thresholds: Thresholds | None = None, seed: int = 0, compile: bool = False) -> None:
+        self.controller, self.network, self.device = controller, controller.network, controller.device
+        self.config = config or PPOConfig()
         self.detector = AnomalyDetector(thresholds or Thresholds())
         self.updates = 0
         self.generator = torch.Generator().manual_seed(seed)
         self.optimizer = self._optimizer()
-        self._parameters = list(self.network.parameters())
-        self._ops = torch.tensor([int(op) for op in self.network.spec.ops], device=self.device)  # spec's numbers to LifecycleOp's
+        self._parameters, spec = list(self.network.parameters()), self.network.spec
+        self._heads = [head.name.lower() for head in spec.heads]
+        self._ops = torch.tensor([int(op) for op in spec.ops], device=self.device)  # of LifecycleOp
         self._encode, self._losses = self.network.encode, self._loss
         if compile or self.config.compile:
             self._encode, self._losses = map(_compiled, (self.network.encode, self._loss))
 
-    @property
-    def network(self) -> FactoredRecurrentActorCritic:
-        return self.controller.network
-
-    @property
-    def device(self) -> torch.device:
-        return self.controller.device
-
     def _optimizer(self) -> torch.optim.AdamW:
-        critic = [p for name, p in self.network.named_parameters() if name.startswith("value_head.")]
-        rest = [p for name, p in self.network.named_parameters() if not name.startswith("value_head.")]
-        groups = [{"params": rest, "weight_decay": 0.0}, {"params": critic, "weight_decay": self.config.critic_decay}]
+        groups = [{"params": [p for name, p in self.network.named_parameters()
+                              if name.startswith("value_head.") == critic],
+                   "weight_decay": self.config.critic_decay if critic else 0.0} for critic in (False, True)]
         fused = self.device.type in ("cpu", "cuda")  # other devices have no fused step
-        start, _ = self.config.learning_rate
-        return torch.optim.AdamW(groups, lr=start, eps=self.config.adam_eps, fused=fused, foreach=not fused)
+        return torch.optim.AdamW(groups, lr=self.config.learning_rate[0], eps=self.config.adam_eps,
+                                 fused=fused, foreach=not fused)
 
     def buffer(self, steps: int, rows: int, chunk: int = 0) -> TamiyoRolloutBuffer:
         """A rollout that fits this agent."""
@@ -159,7 +150,7 @@ class PPOAgent:
         """Learn from a full rollout, then forget it. `last_value` [N] is of what follows its last step."""
         self._check(buffer)
         buffer.compute_advantages_and_returns(self.config.gamma, self.config.gae_lambda, last_value)
-        self._check_numbers(buffer)
+        buffer.check_numbers(LARGEST)
         error, entropies = self._replay(buffer)
         spread, summary = self._summarise(buffer)
         mean, std = buffer.normalize_advantages()
@@ -169,13 +160,13 @@ class PPOAgent:
             group["lr"] = lr
         log, stopped, skipped = self._learn(buffer, self._knobs())
         self.updates += 1
-        heads = self._names()
-        before = torch.cat([torch.stack([mean, std]), summary, entropies]).tolist()
+        heads, before = self._heads, torch.cat([torch.stack([mean, std]), summary, entropies]).tolist()
+        names = (*NUMBERS, "grad_norm")
+        norms = {head: reduced("head_grad_norm", [entry[head] for entry in log]) for head in heads}
         by_head: dict[str, Any] = {
-            "head_learnable": dict(zip(heads, before[3:], strict=False)),
-            "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True)),
-            "head_grad_norm": {head: reduced("head_grad_norm", [entry[head] for entry in log]) for head in heads}}
-        numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in (*NUMBERS, "grad_norm")}
+            "head_learnable": dict(zip(heads, before[3:], strict=False)), "head_grad_norm": norms,
+            "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True))}
+        numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in names}
         numbers |= {"replay_error": error, "explained_variance": before[2]}
         buffer.reset()
         anomalies = self.detector(numbers, by_head, self._places(log))
@@ -185,39 +176,25 @@ class PPOAgent:
 
     def _places(self, log: list[dict[Any, float]]) -> dict[str, str]:
         """The most extreme ratios of an update -> step of the episode, op, and head that moved most."""
-        spec, found = self.network.spec, {}
+        found = {}
         for name, worst in (("ratio_max", max), ("ratio_min", min)):
             entry = worst(log, key=lambda entry: entry[name])
             step, op, head = (int(entry[name, part]) for part in ("step", "op", "head"))
-            found[name] = f"step {step}, {spec.ops[op].name}, {spec.heads[head].name.lower()}"
+            found[name] = f"step {step}, {self.network.spec.ops[op].name}, {self._heads[head]}"
         return found
 
     def _check(self, buffer: TamiyoRolloutBuffer) -> None:
-        spec = RolloutSpec.of(self.network, buffer.spec.steps, buffer.spec.rows, buffer.spec.chunk)
-        different = [f.name for f in fields(RolloutSpec) if getattr(spec, f.name) != getattr(buffer.spec, f.name)]
+        made = buffer.spec
+        mine = RolloutSpec.of(self.network, made.steps, made.rows, made.chunk)
+        different = [f.name for f in fields(RolloutSpec) if getattr(mine, f.name) != getattr(made, f.name)]
         if different or buffer.device.type != self.device.type:
-            raise EsperError(f"this rollout was not made for this agent: {', '.join(different) or 'device'} differ")
-
-    @torch.no_grad()
-    def _check_numbers(self, buffer: TamiyoRolloutBuffer) -> None:
-        """Raise for what no update may learn from, before anything changes. Rows that wait hold zeros."""
-        names = ("reward", "value", "bootstrap", "target", "privileged", "seen.row", "seen.slot", "seen.candidate")
-        parts = {name: buffer[name] for name in names}
-        bad = {name: ~part.isfinite() for name, part in parts.items()}
-        bad["reward"] |= parts["reward"].abs() > LARGEST
-        for name, found in zip(bad, torch.stack([part.any() for part in bad.values()]).tolist(), strict=True):
-            if found:
-                place = bad[name].nonzero()[0].tolist()
-                limit = f" of size {LARGEST:g} at most" if name == "reward" else ""
-                value, (step, row) = float(parts[name][tuple(place)]), place[:2]
-                raise EsperError(f"{name!r} is {value:g} at step {step} of row {row}; expected finite "
-                                 f"numbers{limit}; nothing was learned from this rollout")
+            what = ", ".join(different) or "device"
+            raise EsperError(f"this rollout was not made for this agent: {what} differ")
 
     @torch.no_grad()
     def _summarise(self, buffer: TamiyoRolloutBuffer) -> tuple[Tensor, Tensor]:
         """(spread of returns, [explained variance, how often each head could learn]) on the device."""
-        valid = buffer["valid"]
-        count = valid.sum().clamp(min=1)
+        valid, count = buffer["valid"], buffer["valid"].sum().clamp(min=1)
 
         def variance(values: Tensor) -> Tensor:
             mean = torch.where(valid, values, 0.0).sum() / count
@@ -247,11 +224,10 @@ class PPOAgent:
         skipped = 0
         for _ in range(self.config.epochs):
             for batch in buffer.get_batched_sequences(self.config.minibatches, self.generator):
-                entry = self._gradient(batch, knobs)
-                log.append(entry)
-                if not math.isfinite(entry["grad_norm"]):
+                log.append(self._gradient(batch, knobs))
+                if not math.isfinite(log[-1]["grad_norm"]):
                     skipped += 1
-                elif entry["kl"] > self.config.kl_stop * self.config.target_kl:
+                elif log[-1]["kl"] > self.config.kl_stop * self.config.target_kl:
                     return log, 1, skipped
                 else:
                     self.optimizer.step()
@@ -259,26 +235,27 @@ class PPOAgent:
 
     @torch.no_grad()
     def _replay(self, buffer: TamiyoRolloutBuffer) -> tuple[float, Tensor]:
-        """(largest difference from what acting stored, [H] the heads' conditional entropies then), before anything changes."""
-        (batch,) = buffer.get_batched_sequences()
-        again = self.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset, self.explore,
-                                              validate=False, privileged=batch.privileged)
-        moved, drift = (again.scored.joint - batch.log_prob).abs(), (again.value - batch.value).abs() / (1 + batch.value.abs())
-        error = float(torch.where(batch.valid, torch.maximum(moved, drift), 0.0).amax())
+        """(largest difference from what acting stored, [H] the heads' conditional entropies then)."""
+        (full,) = buffer.get_batched_sequences()
+        again = self.network.evaluate_actions(full.seen, full.masks, full.actions, full.hidden, full.reset,
+                                              self.explore, validate=False, privileged=full.privileged)
+        moved = (again.scored.joint - full.log_prob).abs()
+        drift = (again.value - full.value).abs() / (1 + full.value.abs())
+        error = float(torch.where(full.valid, torch.maximum(moved, drift), 0.0).amax())
         if not error <= self.config.replay_tolerance:  # nor if it is no number
-            raise EsperError(f"replaying the rollout gives log-probabilities or values that differ by {error:.2g} from the "
-                             f"stored ones; acting and learning must see the same observations, masks, memory and exploration")
+            raise EsperError(f"replaying the rollout gives log-probabilities or values that differ by "
+                             f"{error:.2g} from the stored ones; acting and learning must see the same "
+                             "observations, masks, memory and exploration")
         share, asked = again.distribution.head_entropies()
-        asked = torch.where(batch.valid[..., None], asked, 0.0)
+        asked = torch.where(full.valid[..., None], asked, 0.0)
         return error, (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-30)
 
     def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[Any, float]:
-        """Gradients of one minibatch, clipped, and its numbers, the heads' gradient norms among them, in one transfer."""
+        """Gradients of one minibatch, clipped; its numbers, the heads' norms among them, in one transfer."""
         self.optimizer.zero_grad()
         chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
         numbers, places = [], []
-        pieces = parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]
-        for piece in pieces:
+        for piece in parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]:
             encoded = self._encode(piece.seen)
             memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset)
             loss, *told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
@@ -292,14 +269,12 @@ class PPOAgent:
         raw = torch.stack(self._head_norms())
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
         listed = torch.cat([combined, norm[None], raw, where]).tolist()
-        return dict(zip((*NUMBERS, "grad_norm", *self._names(), *_PLACES), listed, strict=True))
+        return dict(zip((*NUMBERS, "grad_norm", *self._heads, *_PLACES), listed, strict=True))
 
-    def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs, chosen: Tensor,
-              valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, NUMBERS, [2, 3] step of episode, op and head of the highest and lowest ratio) of sequences.
-
-        Losses and numbers are their share of a minibatch with so many `chosen` and `valid` steps.
-        """
+    def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs,
+              chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, NUMBERS, [2, 3] step of episode, op and head of the highest and lowest ratio) of sequences,
+        their share of a minibatch with so many `chosen` and `valid` steps."""
         network, config = self.network, self.config
         logits, value = network.decide(memory, slot, candidate, batch.privileged)
         distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)
@@ -321,7 +296,8 @@ class PPOAgent:
             entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
             kl = torch.where(acting, ratio - 1 - moved, 0.0).sum() / chosen
             clipped = torch.where(acting, (ratio - 1).abs() > knobs.clip, False).sum() / chosen
-            error = torch.where(batch.valid, (value - batch.target).abs(), 0.0).sum() / (valid * network.value_scale)
+            off = torch.where(batch.valid, (value - batch.target).abs(), 0.0).sum()
+            error = off / (valid * network.value_scale)
             numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin()])
             steps = torch.stack([batch.clock, batch.actions[..., network.spec.heads.index(Head.OP)]], -1)
             by_head = scored.heads - batch.head_log_probs
@@ -329,16 +305,13 @@ class PPOAgent:
         return loss, numbers, torch.stack([high, low])
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
-        """[L, B]: a clipped surrogate for each head that mattered and had a choice, all over the same denominator."""
+        """[L, B]: a clipped surrogate for each head that mattered and had a choice, over one denominator."""
         spec = self.network.spec
         ops = self._ops[batch.actions[..., spec.heads.index(Head.OP)]]
         advantages = compute_per_head_advantages(batch.advantage, ops)
         each = torch.stack([advantages[int(head)] for head in spec.heads], -1)
         surrogate = _clipped(torch.where(batch.relevant, moved, 0.0).exp(), each, clip)
         return torch.where(batch.relevant, surrogate, 0.0).sum(-1)
-
-    def _names(self) -> list[str]:
-        return [head.name.lower() for head in self.network.spec.heads]
 
     def _head_norms(self) -> list[Tensor]:
         """Gradient norms of the last weights of each head, in the order of the spec."""
@@ -348,18 +321,21 @@ class PPOAgent:
         return [layer.weight.grad.norm() for layer in last]  # type: ignore[operator, union-attr]
 
     def save(self, path: str | Path, **about: Any) -> None:
-        """Everything that the next update depends on, in one file; `about` is plain data that goes into its header."""
+        """Everything that the next update depends on, in one file; `about` is plain data for its header."""
         state = self.optimizer.state_dict()["state"]
-        moments = {f"optimizer.{index}.{name}": t.detach().cpu() for index, part in state.items() for name, t in part.items()}
+        moments = {f"optimizer.{index}.{name}": t.detach().cpu()
+                   for index, part in state.items() for name, t in part.items()}
         self._check_weights(path, moments)
-        header = self.controller.header() | {"config": to_dict(self.config), "thresholds": to_dict(self.detector.thresholds),
-                                             "updates": self.updates, "anomalies": self.detector.state(), **about}
-        write_state(path, "agent", header, self.controller.tensors() | moments | {"generator": self.generator.get_state()})
+        header = {**self.controller.header(), "config": to_dict(self.config), "updates": self.updates,
+                  "thresholds": to_dict(self.detector.thresholds),
+                  "anomalies": self.detector.state(), **about}
+        tensors = self.controller.tensors() | moments | {"generator": self.generator.get_state()}
+        write_state(path, "agent", header, tensors)
 
     def _check_weights(self, path: str | Path, moments: dict[str, Tensor]) -> None:
         """Raise before a checkpoint is replaced by one that nothing can go on from."""
-        weights = dict(self.network.named_parameters())
-        limits = {name: LARGEST for name in (*weights, *moments) if not name.endswith(".step")}
+        sized = (*dict(self.network.named_parameters()), *moments)
+        limits = {name: LARGEST for name in sized if not name.endswith(".step")}
         stats = {f"normaliser.{name}": stat for name, stat in self.controller.normaliser.tensors().items()}
         for name, tensor in (self.network.state_dict() | moments | stats).items():
             size = float(tensor.abs().max()) if tensor.numel() else 0.0
@@ -374,7 +350,8 @@ class PPOAgent:
         controller = Controller.decode(header, tensors, device, str(path))
         with decoding(path, "whole agent"):
             config = from_dict(PPOConfig, header["config"], f"{path}: config")
-            agent = cls(controller, config, from_dict(Thresholds, header["thresholds"], f"{path}: thresholds"), compile=compile)
+            limits = from_dict(Thresholds, header["thresholds"], f"{path}: thresholds")
+            agent = cls(controller, config, limits, compile=compile)
             agent.updates = int(header["updates"])
             agent.detector.restore(header["anomalies"])
             agent.generator.set_state(tensors["generator"])
@@ -384,14 +361,16 @@ class PPOAgent:
     def _restore_moments(self, tensors: dict[str, Tensor]) -> None:
         """Of every weight, or of none if nothing was learned yet."""
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
-        expected = {f"optimizer.{i}.{part}": p.shape for i, p in enumerate(ordered) for part in ("exp_avg", "exp_avg_sq")}
         if tensors:
-            check_tensors("moments", expected, {name: t for name, t in tensors.items() if not name.endswith(".step")})
+            expected = {f"optimizer.{i}.{part}": p.shape for i, p in enumerate(ordered)
+                        for part in ("exp_avg", "exp_avg_sq")}
+            found = {name: t for name, t in tensors.items() if not name.endswith(".step")}
+            check_tensors("moments", expected, found)
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             _, index, part = name.split(".")
             moments.setdefault(int(index), {})[part] = tensor
-        self.optimizer.load_state_dict({"state": moments, "param_groups": self.optimizer.state_dict()["param_groups"]})
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": moments})
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:
@@ -400,11 +379,11 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:
 
 def _place(at: Tensor, steps: Tensor, moved: Tensor) -> Tensor:
     """[3]: at a place of the flattened batch `steps` [L, B, 2] and the highest head of `moved` [L, B, H]."""
-    row = at[None]
-    head = moved.flatten(0, 1).index_select(0, row).argmax(-1)
-    return torch.cat([steps.flatten(0, 1).index_select(0, row)[0], head]).to(moved.dtype)
+    head = moved.flatten(0, 1).index_select(0, at[None]).argmax(-1)
+    return torch.cat([steps.flatten(0, 1).index_select(0, at[None])[0], head]).to(moved.dtype)
 
 
 def _compiled(function: Any) -> Any:
     """Static shapes, one graph: a graph break is an error, not a slow path."""
     return torch.compile(function, fullgraph=True, dynamic=False)
+

@@ -1,7 +1,7 @@
-"""Rewards: what an epoch was worth. Every reward is the change of a level, so a closed loop of decisions earns nothing.
+"""Rewards: what an epoch was worth. Each is the change of a level: a closed loop of decisions earns nothing.
 
-Legend: N rows, S slots. A level is a sum of named terms, [N] each; an episode's return is its last level, the first being zero.
-At the end only host and fossils count: what was not committed is worth nothing.
+Legend: N rows, S slots. A level is a sum of named terms, [N] each; an episode's return is its last level, the
+first being zero. At the end only host and fossils count: what was not committed is worth nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,31 +14,24 @@ from esper.leyline import EsperError, SeedStage
 from esper.tolaria import Measurement, Scenarios, Scores, charges
 
 SCORES_OF: Mapping[str, tuple[str, str]] = {
-    "score": ("score", "score"),
-    "smooth": ("smooth", "smooth"),
-    "delivered": ("smooth", "score"),
-}
-"""name -> what a network is scored by while its episode runs, and when it is delivered. The return counts the second alone."""
+    "score": ("score", "score"), "smooth": ("smooth", "smooth"), "delivered": ("smooth", "score")}
+"""name -> what a network is scored by while its episode runs, and when it is delivered (its return)."""
 LIVE = torch.tensor([SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED])
 Terms = dict[str, Tensor]
 
 
 @dataclass
 class RewardInputs:
-    """What levels are computed from, after an epoch; [N] or [N, S]."""
+    """What levels are computed from after an epoch, [N] each; of an episode that is over, fossils alone."""
 
-    score: Tensor
-    """Of the network; of host and fossils once the episode is over."""
-    twin: Tensor
-    """Of the twin at the same clock; a row that never germinated is its own."""
-    params: Tensor
-    """[N, S] of live seeds; of fossils once the episode is over."""
+    score: Tensor  # of the network
+    twin: Tensor  # its score at the same clock; a row that never germinated is its own twin
+    params: Tensor  # [N, S] of live seeds
     spent: Tensor
     price: Tensor
     flop_price: Tensor
-    contribution: Tensor
-    """[N, S] of blended seeds, zero where it was not measured; of fossils once the episode is over."""
-    stage: Tensor
+    contribution: Tensor  # [N, S] of blended seeds, zero where it was not measured
+    stage: Tensor  # [N, S]
     over: Tensor
 
     @property
@@ -58,9 +51,8 @@ class RewardInputs:
         beside = torch.where(over, getattr(twin, final), getattr(twin, running))
         own = measured.germinations.sum(1) == 0
         credit = torch.where(evidence.contribution.known & counted, evidence.contribution.value, 0.0)
-        return cls(score=now, twin=torch.where(own, now, beside), params=measured.seed_params * counted,
-                   spent=measured.spent, price=scenarios.price, flop_price=scenarios.flop_price, contribution=credit,
-                   stage=stage, over=over)
+        return cls(now, torch.where(own, now, beside), measured.seed_params * counted, measured.spent,
+                   scenarios.price, scenarios.flop_price, credit, stage, over)
 
 
 def _utility(now: RewardInputs) -> Terms:
@@ -78,7 +70,7 @@ def _contribution(now: RewardInputs) -> Terms:
     return {"credit": now.contribution.sum(1), **now.cost}
 
 
-STAGE_POTENTIAL = {SeedStage.TRAINING: 0.005, SeedStage.BLENDING: 0.01, SeedStage.HOLDING: 0.015, SeedStage.FOSSILIZED: 0.02}
+STAGE_POTENTIAL = dict(zip(LIVE.tolist(), (0.005, 0.01, 0.015, 0.02), strict=True))
 """Shaping towards a finished life; taken back at the end, so that no return changes."""
 
 
@@ -90,8 +82,7 @@ def _shaped(now: RewardInputs) -> Terms:
 
 
 REWARDS: Mapping[str, Callable[[RewardInputs], Terms]] = {
-    "utility": _utility, "terminal": _terminal, "contribution": _contribution, "shaped": _shaped,
-}
+    "utility": _utility, "terminal": _terminal, "contribution": _contribution, "shaped": _shaped}
 """name -> level. `utility` is the default."""
 
 
@@ -107,8 +98,8 @@ class Ledger:
 
     def pay(self, now: RewardInputs) -> Terms:
         """Terms [N] of this epoch's reward; their sum is the reward."""
-        terms = self.level(now)
-        zero = torch.zeros(self.rows)
-        paid = {name: torch.where(self.closed, 0.0, term - self.before.get(name, zero)) for name, term in terms.items()}
+        terms, zero = self.level(now), torch.zeros(self.rows)
+        paid = {name: torch.where(self.closed, 0.0, term - self.before.get(name, zero))
+                for name, term in terms.items()}
         self.before, self.closed = terms, self.closed | now.over
         return paid

@@ -29,44 +29,49 @@ from esper.tolaria import EnvConfig, MakeEnv, MorphogeneticEnv, PreviewConfig, S
 
 CHECKPOINT, PREVIOUS, TWINS = "agent.safetensors", "agent.previous.safetensors", "twins.safetensors"
 MOST_ROWS, MOST_ROUNDS = 65_536, 10_000_000
+_LOOKS = PreviewConfig(every=3, steps=20)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Everything that decides a run."""
 
-    env: EnvConfig = field(default_factory=lambda: EnvConfig(find_family("mlp"), previews=PreviewConfig(3, 20)))
+    env: EnvConfig = field(default_factory=lambda: EnvConfig(find_family("mlp"), previews=_LOOKS))
     """Family, action space, previews, device and precision."""
     rounds: int = 60
     """Updates of the run; each follows one episode in every row."""
     rows: int = 64
     """Episodes that run together."""
     scenarios: int = 0
-    """Training scenarios, in whole rounds, that are met again and again with twins computed once; 0 draws ever new ones."""
+    """Training scenarios, in whole rounds, met again and again with the same twins; 0 draws ever new ones."""
     reward: str = "utility"
     score: str = "delivered"
-    """What a network is scored by: score (accuracy, for classification), smooth (the probability of the right class), or
-    delivered (smooth while it grows, score once it is delivered)."""
+    """What a network is scored by: score (accuracy, for classification), smooth (the probability of the right
+    class), or delivered (smooth while it grows, score once it is delivered)."""
     exam_every: int = 20
     """Rounds between examinations on fixed validation scenarios; 0 takes none."""
     exam_rows: int = 64
     """Scenarios of an examination."""
     privileged: bool = True
-    """The critic, and nothing else, sees each row's hidden kind, what its twin will score and what was paid so far."""
+    """The critic alone sees each row's hidden kind, what its twin will score and what was paid so far."""
     seed: int = 0
     network: NetworkConfig = field(default_factory=NetworkConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
+        parts = self.ppo.minibatches * self.ppo.accumulate
         if min(self.rounds, self.rows, self.exam_rows) < 1 or min(self.exam_every, self.scenarios) < 0:
-            raise EsperError("rounds, rows and exam_rows must be at least 1, exam_every and scenarios at least 0")
+            raise EsperError("rounds, rows and exam_rows must be at least 1, "
+                             "exam_every and scenarios at least 0")
         if max(self.rows, self.exam_rows) > MOST_ROWS or max(self.rounds, self.scenarios) > MOST_ROUNDS:
-            raise EsperError(f"rows and exam_rows can be {MOST_ROWS:,} at most, rounds and scenarios {MOST_ROUNDS:,}")
-        if self.rows % (self.ppo.minibatches * self.ppo.accumulate):
-            raise EsperError(f"rows {self.rows} cannot be cut into {self.ppo.minibatches * self.ppo.accumulate} equal minibatches; "
+            raise EsperError(f"rows and exam_rows can be {MOST_ROWS:,} at most, "
+                             f"rounds and scenarios {MOST_ROUNDS:,}")
+        if self.rows % parts:
+            raise EsperError(f"rows {self.rows} cannot be cut into {parts} equal minibatches; "
                              "change rows or ppo.minibatches")
         if self.reward not in REWARDS or self.score not in SCORES_OF:
-            raise EsperError(f"choose a reward from {', '.join(REWARDS)} and a score from {', '.join(SCORES_OF)}")
+            raise EsperError(f"choose a reward from {', '.join(REWARDS)} "
+                             f"and a score from {', '.join(SCORES_OF)}")
         if self.network.privileged:
             raise EsperError("network.privileged follows from privileged; leave it out")
 
@@ -91,13 +96,14 @@ class TrainConfig:
 
 
 class Training:
-    """One run: train, record, examine, checkpoint after every round. Bit for bit the same if it is stopped and continued."""
+    """One run: train, record, examine, checkpoint every round. Stopping it does not change a bit."""
 
-    def __init__(self, config: TrainConfig, folder: Path, sink: Sink | None = None, make: MakeEnv = MorphogeneticEnv) -> None:
+    def __init__(self, config: TrainConfig, folder: Path, sink: Sink | None = None,
+                 make: MakeEnv = MorphogeneticEnv) -> None:
         """Continues from the folder's checkpoint if it holds one; `make` makes environments."""
         self.config, self.folder, self.sink, self.make = config, folder, sink or Nowhere(), make
         self.agent = self._agent()
-        self.agent.config = replace(self.agent.config, updates=config.rounds)  # more, if the run was made longer
+        self.agent.config = replace(self.agent.config, updates=config.rounds)  # more, if it was made longer
         twins = Twins(make(replace(config.env, previews=None), config.rows))
         self.world = RewardWorld(make(config.env, config.rows), twins, config.reward, config.score)
         self.clock = time.perf_counter()
@@ -112,17 +118,16 @@ class Training:
             raise EsperError(f"{path} belongs to another run than the run.json beside it; put back its own")
         return PPOAgent.load(path, config.env.device)
 
-    def run(self, stop: Callable[[], bool] = lambda: False, watch: Callable[[int], object] = lambda number: None) -> None:
-        """Rounds until the run is over, or someone asks to stop; what is complete after a round is never done again.
-
-        `watch` is told the rounds that are done, after each.
-        """
+    def run(self, stop: Callable[[], bool] = lambda: False,
+            watch: Callable[[int], object] = lambda number: None) -> None:
+        """Rounds until all are done or `stop` asks for it; `watch` is told after each how many are."""
         config, agent = self.config, self.agent
         buffer = agent.buffer(self.world.steps, config.rows, config.ppo.chunk)
         nothing = torch.zeros(config.rows, device=agent.device)  # every episode ends within its round
         while agent.updates < config.rounds and not stop():
             number, known = agent.updates, len(self.world.twins.known)
-            played = self.world.collect(agent, self._scenarios(number), buffer, (config.seed, number), config.privileged)
+            played = self.world.collect(agent, self._scenarios(number), buffer, (config.seed, number),
+                                        config.privileged)
             metrics = agent.update(buffer, nothing)
             fresh = len(self.world.twins.known) > known
             self._record(number, played)
@@ -138,10 +143,10 @@ class Training:
         pool, rows = self.config.pool, self.config.rows
         if not pool:
             self.world.twins.forget()  # they will not be met again
-        return self.config.env.family.scenarios(rows, "train", start=(number % pool if pool else number) * rows)
+        return self.config.env.family.scenarios(rows, "train", (number % pool if pool else number) * rows)
 
     def _checkpoint(self, fresh: bool) -> None:
-        """The agent, and the twins that will be met again if some are `fresh`. The agent before it is kept."""
+        """The agent, and twins that will be met again if some are `fresh`. The agent before it is kept."""
         path = self.folder / CHECKPOINT
         try:
             if fresh and self.config.pool:
@@ -154,26 +159,28 @@ class Training:
 
     def _record(self, number: int, played: Round) -> None:
         """Every step of a round."""
-        episodes, spec = played.episodes, self.config.env.spec
-        measured = episodes.measured
+        episodes, measured, spec = played.episodes, played.episodes.measured, self.config.env.spec
+        wait, grow = LifecycleOp.WAIT, LifecycleOp.GERMINATE
         for epoch, actions in enumerate(episodes.actions):
             over = measured["done"][epoch - 1] if epoch else torch.zeros_like(measured["done"][0])
             running, now = ~over, played.inputs[epoch]
             chosen = dict(zip(spec.heads, actions[running].unbind(1), strict=True))
             ops = [spec.ops[op] for op in chosen[Head.OP].tolist()]
-            grows = [op is LifecycleOp.GERMINATE for op in ops]
+            slots = chosen[Head.SLOT].tolist()
             blueprints = chosen[Head.BLUEPRINT].tolist() if Head.BLUEPRINT in chosen else [0] * len(ops)
             columns: dict[str, Any] = {
+                "round": number, "epoch": epoch + 1, "row": running.nonzero().flatten(),
                 "op": [op.name for op in ops],
-                "slot": [None if op is LifecycleOp.WAIT else s for op, s in zip(ops, chosen[Head.SLOT].tolist(), strict=True)],
-                "blueprint": [spec.blueprints[b] if g else None for g, b in zip(grows, blueprints, strict=True)]}
-            tensors = {"scenario": episodes.scenarios.key, "reward": played.reward[epoch], "score": now.score, "twin": now.twin,
-                       "params": now.params.sum(1), "loss": measured["all_on.loss"][epoch],
-                       "smooth": measured["all_on.smooth"][epoch],
+                "slot": [None if op is wait else slot for op, slot in zip(ops, slots, strict=True)],
+                "blueprint": [spec.blueprints[b] if op is grow else None
+                              for op, b in zip(ops, blueprints, strict=True)]}
+            plain = ("train_loss", "spent", "rolled_back", "done")
+            tensors = {"scenario": episodes.scenarios.key, "reward": played.reward[epoch], "score": now.score,
+                       "twin": now.twin, "params": now.params.sum(1),
+                       **{name: measured[f"all_on.{name}"][epoch] for name in ("loss", "smooth")},
                        **{f"reward_{name}": term[epoch] for name, term in played.terms.items()},
-                       **{name: measured[name][epoch] for name in ("train_loss", "spent", "rolled_back", "done")}}
-            columns |= {name: tensor[running] for name, tensor in tensors.items()}
-            self.sink.write("step", {"round": number, "epoch": epoch + 1, "row": running.nonzero().flatten(), **columns})
+                       **{name: measured[name][epoch] for name in plain}}
+            self.sink.write("step", columns | {name: tensor[running] for name, tensor in tensors.items()})
         if episodes.moves:
             names = ("epoch", "row", "slot", "source", "target")
             moves = dict(zip(names, map(list, zip(*episodes.moves, strict=True)), strict=True))
@@ -184,12 +191,14 @@ class Training:
         epochs = int(played.episodes.measured["clock"][-1].sum())
         if not self.config.pool or number < self.config.pool:  # twins of scenarios that were not met before
             epochs += int(played.episodes.scenarios.horizon.sum())
-        self.sink.write("round", {"round": number, "seconds": now - self.clock, "host_epochs": epochs, "episodes": len(total),
-                                  "utility": float(total.mean()), "utility_error": float(total.std()) / math.sqrt(len(total)),
-                                  **metrics.single()})
+        self.sink.write("round", {
+            "round": number, "seconds": now - self.clock, "host_epochs": epochs, "episodes": len(total),
+            "utility": float(total.mean()), "utility_error": float(total.std()) / math.sqrt(len(total)),
+            **metrics.single()})
         self.sink.write("head", {"round": number, **metrics.by_head()})
-        for anomaly in metrics.anomalies:
-            self.sink.write("anomaly", {"round": number, "kind": anomaly.kind, "place": anomaly.where, "value": anomaly.value})
+        for found in metrics.anomalies:
+            self.sink.write("anomaly", {"round": number, "kind": found.kind, "place": found.where,
+                                        "value": found.value})
         self.clock = now
 
     def examine(self, name: str, policy: PolicyBundle, number: int) -> Tensor:
@@ -197,12 +206,14 @@ class Training:
         rows = self.config.exam_rows
         played = self.exam.play(policy, self.config.env.family.scenarios(rows, "validation"))
         last = played.inputs[-1]
-        self.sink.write("exam", {"round": number, "policy": name, "scenario": torch.arange(rows), "utility": played.returns,
-                                 "score": last.score, "params": last.params.sum(1), "spent": last.spent})
+        self.sink.write("exam", {"round": number, "policy": name, "scenario": torch.arange(rows),
+                                 "utility": played.returns, "score": last.score,
+                                 "params": last.params.sum(1), "spent": last.spent})
         return played.returns
 
     @functools.cached_property
     def exam(self) -> RewardWorld:
         """Scored as the proof is; its twins are computed once."""
         config, rows = self.config.env, self.config.exam_rows
-        return RewardWorld(self.make(config, rows), Twins(self.make(replace(config, previews=None), rows)), "utility", "score")
+        twins = Twins(self.make(replace(config, previews=None), rows))
+        return RewardWorld(self.make(config, rows), twins, "utility", "score")

@@ -1,7 +1,7 @@
-"""A round of training: one episode in every row, each epoch paid by a reward, everything kept that learning needs.
+"""A round of training: one episode in every row, each epoch paid by a reward, all kept that learning needs.
 
-Legend: T steps, N rows. A round is a function of a controller's weights and of the keys of its scenarios, so it could be computed
-anywhere; what comes back is a `Round` and the rollout that it filled.
+Legend: T steps, N rows. A round is a function of a controller's weights and of its scenarios' keys, so it
+could be computed anywhere; what comes back is a `Round` and the rollout that it filled.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from esper.tolaria import Episodes, Measurement, MorphogeneticEnv, Scenarios, Sc
 
 PRIVILEGED = ("noise", "shift", "shuffle", "label_noise", "samples", "one_tap", "width", "frozen",
               "twin_score", "twin_smooth", "twin_now", "paid")
-"""What the critic alone knows of a row, about -2 to 2 each: its hidden kind, what its twin will score, and what was paid so far.
-None of it depends on what is decided next, so advantages stay unbiased; without it, finding out what kind a row is of looks like
-the work of the action before."""
+"""What the critic alone knows of a row, about -2 to 2 each: its hidden kind, what its twin will score, and
+what was paid so far. None of it depends on what is decided next, so advantages stay unbiased; without it,
+finding out what kind a row is of looks like the work of the action before."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,9 @@ class Round:
     """What came of one round: episodes, and what each of their epochs was paid for, [T, N]."""
 
     episodes: Episodes
-    terms: Terms
-    """By name; their sum is the reward."""
+    terms: Terms  # their sum is the reward
     reward: Tensor
-    inputs: list[RewardInputs]
-    """Of every epoch."""
+    inputs: list[RewardInputs]  # [T]
 
     @property
     def returns(self) -> Tensor:
@@ -46,7 +44,8 @@ class Round:
 class RewardWorld:
     """Pays for what happens in an environment, epoch by epoch."""
 
-    def __init__(self, env: MorphogeneticEnv, twins: Twins, reward: str = "utility", score: str = "delivered") -> None:
+    def __init__(self, env: MorphogeneticEnv, twins: Twins, reward: str = "utility",
+                 score: str = "delivered") -> None:
         self.env, self.twins, self.reward, self.score = env, twins, reward, score
 
     @property
@@ -57,11 +56,10 @@ class RewardWorld:
     def play(self, policy: "Collector | object", scenarios: Scenarios) -> Round:
         """Episodes of a policy, paid for."""
         self._begin(scenarios)
-        episodes = play(self.env, policy, scenarios, watch=self._pay)  # type: ignore[arg-type]
-        return self._paid(episodes)
+        return self._paid(play(self.env, policy, scenarios, watch=self._pay))  # type: ignore[arg-type]
 
-    def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer, seed: tuple[int, ...],
-                privileged: bool = True) -> Round:
+    def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer,
+                seed: tuple[int, ...], privileged: bool = True) -> Round:
         """Episodes of an agent's controller, which fill a rollout; `seed` decides its draws."""
         self._begin(scenarios)
         collector = Collector(agent, self.env.rows, buffer)
@@ -72,8 +70,7 @@ class RewardWorld:
             return collector.act(seen._replace(privileged=told)).cpu()
 
         def paid(measured: Measurement) -> None:
-            reward = self._pay(measured).to(agent.device)
-            done = measured.done.to(agent.device)
+            reward, done = self._pay(measured).to(agent.device), measured.done.to(agent.device)
             collector.add(Outcome(reward, done, torch.zeros_like(done)))
 
         return self._paid(play(self.env, act, scenarios, watch=paid))
@@ -107,6 +104,7 @@ class RewardWorld:
         last, now = (self.twin[rows, (clock - 1).clamp(0, self.twin.shape[1] - 1)]
                      for clock in (drawn.horizon, self.env.clock))
         twin = (torch.stack([last[:, 1], last[:, 2], now[:, 2]], 1) - 0.5) * 5
-        hidden = [kind["noise"], kind["shift"] / 10, kind["shuffle"], kind["label_noise"], kind["samples"].log1p() / 10,
+        hidden = [kind["noise"], kind["shift"] / 10, kind["shuffle"], kind["label_noise"],
+                  kind["samples"].log1p() / 10,
                   harm.one_tap.float().mean(1), harm.width.mean(1), harm.frozen.float().mean(1)]
         return torch.cat([torch.stack(hidden, 1), twin, 10 * self.total[:, None]], 1)

@@ -14,22 +14,10 @@ from torch import Tensor
 
 from esper.kasmina import Population, PopulationConfig, blueprints_for
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
-from esper.leyline import (
-    SCORES,
-    TEMPOS,
-    ActionSpec,
-    Contribution,
-    EsperError,
-    Facts,
-    GateConfig,
-    Head,
-    LifecycleOp,
-    Rollback,
-    Seeds,
-    SeedStage,
-    View,
-)
+from esper.leyline import Contribution, EsperError, GateConfig, Rollback, SeedStage
+from esper.leyline.actions import TEMPOS, ActionSpec, Head, LifecycleOp
 from esper.leyline.keys import Purpose, mix
+from esper.leyline.views import SCORES, Facts, Seeds, View
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.feed import Feed
 from esper.tolaria.governor import RULES, Governor, GovernorConfig
@@ -38,7 +26,7 @@ from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData, load_task
 
 MOST_AT_ONCE = {"cpu": 600_000, "cuda": 40_000_000}
-"""Numbers behind a stage that an evaluation computes at once: what caches hold, and enough to keep a device busy."""
+"""Numbers behind a stage that an evaluation computes at once: what caches hold, what keeps a device busy."""
 
 
 @dataclass(frozen=True)
@@ -71,38 +59,32 @@ class EnvConfig:
 
     @property
     def population(self) -> PopulationConfig:
-        return PopulationConfig(self.family.host, self.spec, self.gates, self.family.optim, self.family.objective,
+        family = self.family
+        return PopulationConfig(family.host, self.spec, self.gates, family.optim, family.objective,
                                 self.incubation, self.device, self.dtype, self.compute_dtype, self.compile)
 
 
 MakeEnv = Callable[["EnvConfig", int], "MorphogeneticEnv"]
 """The seam for another environment: what makes one from its config and rows."""
-SLOT_STATE = ("stage", "blueprint", "alpha", "germinations")
-"""What a measurement keeps of the lifecycle, [N, S] each."""
-_KEPT = ("clock", "spent", "rolled_back", "done", *SLOT_STATE, "seed_params")
-"""What is true of a row whatever was measured."""
+SLOT_STATE = ("stage", "blueprint", "alpha", "germinations")  # what a measurement keeps of the lifecycle
+_KEPT = ("clock", "spent", "rolled_back", "done", *SLOT_STATE, "seed_params")  # true whatever was measured
 
 
 @dataclass
 class Measurement:
     """What is known after an epoch. Every tensor [N] or [N, S], on the CPU."""
 
-    clock: Tensor
-    """Epochs of the episode that are over."""
-    train_loss: Tensor
-    """Mean over the epoch's steps."""
-    params: Tensor
-    """Of live seeds."""
-    spent: Tensor
-    """Extra training FLOPs so far, as a share of what training the bare host for the episode takes."""
+    clock: Tensor  # epochs of the episode that are over
+    train_loss: Tensor  # mean over the epoch's steps
+    params: Tensor  # of live seeds
+    spent: Tensor  # extra training FLOPs so far, in trainings of the bare host for the episode
     rolled_back: Tensor
     done: Tensor
-    stage: Tensor
+    stage: Tensor  # [N, S], as those that follow
     blueprint: Tensor
     alpha: Tensor
     germinations: Tensor
     seed_params: Tensor
-    """[N, S] of the seed in each slot."""
     evidence: Evidence
 
     def tensors(self) -> dict[str, Tensor]:
@@ -114,12 +96,11 @@ class Measurement:
 
 
 class MorphogeneticEnv:
-    """N episodes of one family. `reset` gives rows their scenarios, `step` plays one epoch of every row.
+    """N episodes of one family. `reset` gives rows their scenarios, `step` plays one epoch of every row; one
+    that is done waits (only WAIT is allowed there) until it is reset."""
 
-    Rows may end at different times; a row that is done waits (only WAIT is allowed there) until it is reset.
-    """
-
-    def __init__(self, config: EnvConfig | Family, rows: int, data: TaskData | None = None, **changes: Any) -> None:
+    def __init__(self, config: EnvConfig | Family, rows: int, data: TaskData | None = None,
+                 **changes: Any) -> None:
         """`changes` are fields of `EnvConfig`; a bare family takes its defaults for the others."""
         config = replace(config, **changes) if isinstance(config, EnvConfig) else EnvConfig(config, **changes)
         family = config.family
@@ -134,8 +115,8 @@ class MorphogeneticEnv:
         self.rollbacks: list[Rollback] = []
         self.measured: Measurement | None = None
         self.scores, self.before = (torch.full((rows, len(SCORES)), torch.nan) for _ in range(2))
-        shape = (rows, self.spec.slots, len(self.spec.blueprints))
-        self.candidates = Contribution(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
+        unknown = torch.zeros(rows, self.spec.slots, len(self.spec.blueprints))
+        self.candidates = Contribution(unknown, unknown.clone(), unknown.bool())
         prototypes = self.population.prototypes
         self._descriptors = torch.tensor([[p.descriptor for p in slot] for slot in prototypes])
         self._prices = torch.tensor([[(p.cost.params, p.cost.flops) for p in slot] for slot in prototypes])
@@ -148,11 +129,13 @@ class MorphogeneticEnv:
         """Begin a new episode in these rows (None is all of them)."""
         rows = torch.arange(self.rows) if rows is None else rows.cpu()
         if not isinstance(scenarios, Scenarios):
-            raise EsperError(f"reset takes Scenarios, not a {type(scenarios).__name__}; draw some with family.scenarios(n)")
+            raise EsperError(f"reset takes Scenarios, not a {type(scenarios).__name__}; "
+                             "draw some with family.scenarios(n)")
         if len(scenarios) != len(rows):
             raise EsperError(f"{len(scenarios)} scenarios for {len(rows)} rows; give one to each")
         self.scenarios.put(rows, scenarios)
-        self.population.reset(rows, mix(scenarios.key, Purpose.WEIGHTS), scenarios.impairments(self.family.host.stages))
+        harm = scenarios.impairments(self.family.host.stages)
+        self.population.reset(rows, mix(scenarios.key, Purpose.WEIGHTS), harm)
         self.feed.reset(rows, scenarios)
         self.clock[rows], self.done[rows], self.spent[rows] = 0, False, 0
         self.governor.reset(rows)
@@ -161,20 +144,18 @@ class MorphogeneticEnv:
             self.measured = _replaced(self.measured, rows, None)
 
     def _settled(self, now: Measurement, back: Tensor) -> Measurement:
-        """Rows that were put back report what was measured before; in its first epoch a row has learned nothing yet, and
-        scores what chance does: rewards must be numbers."""
-        before = _replaced(now, back, self.measured)
+        """Rows that were put back report what was measured before; in its first epoch a row has learned
+        nothing yet, and scores what chance does: rewards must be numbers."""
         bare = self.population.objective.chance(self.family.host.classes)
         chance = bare._asdict() | {"train_loss": bare.loss}
-        flat = before.tensors()
-        for name, tensor in flat.items():
-            value = chance.get(name.rpartition(".")[2])
-            if value is not None and (name == "train_loss" or name.startswith(("all_", "delivered"))):
-                tensor[back] = torch.where(tensor[back].isnan(), value, tensor[back])
+        flat = _replaced(now, back, self.measured).tensors()
+        for name in filter(_is_score, flat):
+            value = chance[name.rpartition(".")[2]]
+            flat[name][back] = torch.where(flat[name][back].isnan(), value, flat[name][back])
         return _measurement(flat)
 
     def install(self, blueprint: Tensor) -> None:
-        """Begin with fossils [N, S] (-1 is none) that are as untrained as their hosts; every row must just have been reset."""
+        """Begin with fossils [N, S] (-1 is none), as untrained as their hosts; every row was just reset."""
         every = torch.arange(self.rows)
         self.population.install(every, blueprint, torch.full_like(blueprint, self.spec.defaults[Head.STYLE]),
                                 torch.ones(blueprint.shape), SeedStage.FOSSILIZED)
@@ -182,34 +163,36 @@ class MorphogeneticEnv:
 
     def view(self) -> View:
         """What policies read."""
-        life = self.population.life
-        drawn = self.scenarios
-        return View(spec=self.spec, luck=drawn.luck.clone(), price=drawn.price.clone(), flop_price=drawn.flop_price.clone(),
-                    horizon=drawn.horizon.clone(), clock=self.clock.clone(), done=self.done.clone(), verdicts=life.verdicts(),
-                    free_targets=life.free_targets(), seeds=seeds_of(life), facts=self._facts(), settling=self.settling)
+        life, told = self.population.life, ("luck", "price", "flop_price", "horizon")
+        return View(spec=self.spec, **{name: getattr(self.scenarios, name).clone() for name in told},
+                    clock=self.clock.clone(), done=self.done.clone(), verdicts=life.verdicts(),
+                    free_targets=life.free_targets(), seeds=seeds_of(life), facts=self._facts(),
+                    settling=self.settling)
 
     def _facts(self) -> Facts:
         life, unknown = self.population.life, torch.zeros(self.rows, self.spec.slots)
         nothing = Contribution(unknown, unknown, unknown > 0)
         evidence = None if self.measured is None else self.measured.evidence
-        contribution, preview = (nothing, nothing) if evidence is None else (evidence.contribution, evidence.preview)
-        candidates = None
+        gain = nothing if evidence is None else evidence.contribution
+        preview = nothing if evidence is None else evidence.preview
+        candidates, old = None, self.candidates
         if self.previews is not None:
-            empty = life.at(SeedStage.DORMANT)[:, :, None]
-            known = self.candidates.known & empty
-            candidates = Contribution(self.candidates.value * known, self.candidates.standard_error * known, known)
+            known = old.known & life.at(SeedStage.DORMANT)[:, :, None]
+            candidates = Contribution(old.value * known, old.standard_error * known, known)
         return Facts(self.family.host.cost, self.scores.clone(), self.before.clone(), self.spent.float(),
-                     torch.stack(self.population.costs(), 2), contribution, preview, self._descriptors, self._prices, candidates)
+                     torch.stack(self.population.costs(), 2), gain, preview, self._descriptors, self._prices,
+                     candidates)
 
     def step(self, actions: Tensor) -> Measurement:
-        """Act, train one epoch, measure, and let the governor settle. Measurements are of after the action."""
+        """Act, train one epoch, measure, and let the governor settle. Measured after the action."""
         full = expand_actions(self.spec, actions)
         if self.measured is None and bool(self.done.all()):
             raise EsperError("no episode has begun; call reset before step")
         idle = self.done & (full[:, Head.OP] != LifecycleOp.WAIT)
         if bool(idle.any()):
             raise EsperError(f"row {int(idle.nonzero()[0])} is done; reset it or let it WAIT")
-        self._set_rates()
+        rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
+        self.population.set_lr(rate[:, None].repeat(1, 1 + self.spec.slots))
         alpha = self.population.life.alpha
         self.population.begin_epoch(actions)
         self.governor.forget((self.population.life.alpha < alpha).any(1).nonzero().flatten())
@@ -253,16 +236,17 @@ class MorphogeneticEnv:
         due = ~self.done & in_time & (self.clock % self.previews.every == 1 % self.previews.every)
         fresh = preview_candidates(self, self.previews.steps, due.nonzero().flatten())
         for name, tensor in vars(fresh).items():
-            old = getattr(self.candidates, name)
-            old[due] = tensor[due]
+            getattr(self.candidates, name)[due] = tensor[due]
 
     def validation(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The validation slice, or its samples first..last, in chunks that fit."""
-        return self._chunks(self.feed.validation, first, len(self.feed.validation_x) if last is None else last)
+        end = len(self.feed.validation_x) if last is None else last
+        return self._chunks(self.feed.validation, first, end)
 
     def held_out(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Other samples than any that train or validate, in chunks that fit; each row meets them as it meets its own."""
-        return self._chunks(functools.partial(self.feed.held, *self.feed.hold(x, y, 0, "held-out"), 2), 0, len(x))
+        """Other samples than any that train or validate, in chunks that fit; rows meet them as their own."""
+        read = functools.partial(self.feed.held, *self.feed.hold(x, y, 0, "held-out"), 2)
+        return self._chunks(read, 0, len(x))
 
     def _chunks(self, read: Callable[[int, int], tuple[Tensor, Tensor]], first: int,
                 last: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -274,13 +258,9 @@ class MorphogeneticEnv:
         widest = max(shape.channels * math.prod(shape.extent) for shape in self.family.host.slots.shapes)
         return max(1, MOST_AT_ONCE[self.population.device.type] // (rows * widest))
 
-    def _set_rates(self) -> None:
-        rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
-        self.population.set_lr(rate[:, None].repeat(1, 1 + self.spec.slots))
-
     def charge(self, flops: Tensor, shadow: Tensor, epochs: float = 1.0) -> None:
-        """Let rows pay for training seeds of these forward FLOPs [N, ...] for so many epochs: three times the forward; a seed
-        in a `shadow` row (bool [N, ...]) also runs its host forward and backward again."""
+        """Let rows pay for training seeds of these forward FLOPs [N, ...] for so many epochs: three times the
+        forward; a seed in a `shadow` row (bool [N, ...]) also runs its host forward and backward again."""
         host = self.family.host.cost.flops
         each = (3 * flops + 2 * host * shadow).flatten(1).sum(1).double()
         self.spent += torch.where(self.done, 0.0, each / (3 * host * self.scenarios.horizon) * epochs)
@@ -291,19 +271,20 @@ class MorphogeneticEnv:
         verdict[over] = 0
         ended = self.governor.settle(verdict, over, train_loss, self.clock)
         for row in (verdict > 0).nonzero().flatten().tolist():
-            self.rollbacks.append(Rollback(int(self.scenarios.key[row]), int(self.clock[row]), RULES[int(verdict[row])],
-                                           tuple(actions[row].tolist()), bool(ended[row])))
+            key, clock, rule = int(self.scenarios.key[row]), int(self.clock[row]), RULES[int(verdict[row])]
+            self.rollbacks.append(Rollback(key, clock, rule, tuple(actions[row].tolist()), bool(ended[row])))
         self.done = self.done | ended | (self.clock >= self.scenarios.horizon)
         params, life = self.population.costs()[0], self.population.life
-        now = Measurement(clock=self.clock.clone(), train_loss=train_loss, evidence=evidence, params=params.sum(1),
-                          spent=self.spent.float(), rolled_back=verdict > 0, done=self.done.clone(), seed_params=params,
+        now = Measurement(clock=self.clock.clone(), train_loss=train_loss, evidence=evidence,
+                          params=params.sum(1), spent=self.spent.float(), rolled_back=verdict > 0,
+                          done=self.done.clone(), seed_params=params,
                           **{name: getattr(life, name).clone() for name in SLOT_STATE})
         back = ((verdict > 0) | over).nonzero().flatten()
         self.measured = self._settled(now, back) if len(back) else now
-        running = ~over[:, None]
-        on = self.measured.evidence.all_on
+        running, on = ~over[:, None], self.measured.evidence.all_on
         latest = torch.stack([on.loss, on.score, on.smooth, self.measured.train_loss], 1)
-        self.before, self.scores = torch.where(running, self.scores, self.before), torch.where(running, latest, self.scores)
+        self.before = torch.where(running, self.scores, self.before)
+        self.scores = torch.where(running, latest, self.scores)
 
 
 def seeds_of(life: Lifecycle) -> Seeds:
@@ -311,21 +292,25 @@ def seeds_of(life: Lifecycle) -> Seeds:
     return Seeds(**{name: getattr(life, name).clone() for name in Seeds.__dataclass_fields__})
 
 
+def _is_score(name: str) -> bool:
+    return name == "train_loss" or name.startswith(("all_", "delivered"))
+
+
 def _replaced(now: Measurement, rows: Tensor, before: Measurement | None) -> Measurement:
-    """The same, but these rows report what was measured before; where nothing was, scores are NaN and evidence unknown."""
+    """The same, but these rows report what was measured before, or NaN scores and unknown evidence."""
     flat = {name: tensor.clone() for name, tensor in now.tensors().items()}
     old = None if before is None else before.tensors()
     for name, tensor in flat.items():
         if name not in _KEPT:
-            empty = float("nan") if name == "train_loss" or name.startswith(("all_", "delivered")) else 0
+            empty = torch.nan if _is_score(name) else 0
             tensor[rows] = torch.full_like(tensor[rows], empty) if old is None else old[name][rows]
     return _measurement(flat)
 
 
 def _measurement(flat: dict[str, Tensor]) -> Measurement:
-    def group(kind: Any, name: str) -> Any:
-        return kind(**{key.partition(".")[2]: value for key, value in flat.items() if key.startswith(f"{name}.")})
-
-    evidence = Evidence(*(group(Scores, name) for name in ("all_on", "all_off", "delivered")),
-                        *(group(Contribution, name) for name in ("contribution", "preview")))
-    return Measurement(**{name: value for name, value in flat.items() if "." not in name}, evidence=evidence)
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, value in flat.items():
+        groups.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = value
+    on, off, delivered = (Scores(**groups[name]) for name in ("all_on", "all_off", "delivered"))
+    gain, preview = (Contribution(**groups[name]) for name in ("contribution", "preview"))
+    return Measurement(**groups[""], evidence=Evidence(on, off, delivered, gain, preview))

@@ -1,4 +1,5 @@
-"""Episodes: the one loop over epochs, the one record of what happened in it, and the one formula of what it was worth.
+"""Episodes: the one loop over epochs, the one record of what happened in it, and the one formula of what it
+was worth.
 
 Legend: T epochs, N rows, S slots.
 """
@@ -47,7 +48,7 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Episodes:
-    """What happened in N episodes: where they were played, what was decided and measured, and what they delivered."""
+    """What happened in N episodes: where they were played, what was decided, measured and delivered."""
 
     config: EnvConfig
     scenarios: Scenarios  # [N]
@@ -55,15 +56,11 @@ class Episodes:
     measured: Mapping[str, Tensor]
     """Every number of every `Measurement`, [T, N] or [T, N, S], under the names of `Measurement.tensors`."""
     delivered: Scores
-    """[N] of host and fossils at the end, on the samples that were asked for; else on the validation slice."""
-    blueprint: Tensor
-    """[N, S] of fossils, -1 is none."""
-    params: Tensor
-    """[N] of fossils."""
-    flops: Tensor
-    """[N] of the fossils' forward pass, as a share of the bare host's."""
-    spent: Tensor
-    """[N] extra training FLOPs, in trainings of the bare host for the episode."""
+    """[N] of host and fossils at the end, on the samples that were asked for or the validation slice."""
+    blueprint: Tensor  # [N, S] of fossils, -1 is none
+    params: Tensor  # [N] of fossils
+    flops: Tensor  # [N] of the fossils' forward pass, as a share of the bare host's
+    spent: Tensor  # [N] extra training FLOPs, in trainings of the bare host for the episode
     moves: tuple[tuple[int, int, int, str, str], ...] = ()
     """(epoch, row, slot, stage left, stage entered) of every seed; 1 is the first epoch."""
 
@@ -83,17 +80,18 @@ class Episodes:
         for epoch, actions in enumerate(self.actions):
             chosen = dict(zip(spec.heads, actions.unbind(1), strict=True))
             for row in (chosen[Head.OP] != wait).nonzero().flatten().tolist():
-                op = spec.ops[int(chosen[Head.OP][row])]
-                grown = spec.blueprints[int(chosen[Head.BLUEPRINT][row])] if op is LifecycleOp.GERMINATE else None
+                op, grown = spec.ops[int(chosen[Head.OP][row])], None
+                if op is LifecycleOp.GERMINATE:
+                    grown = spec.blueprints[int(chosen[Head.BLUEPRINT][row])]
                 made.append(Decision(row, epoch, op.name, int(chosen[Head.SLOT][row]), grown))
         return made
 
     def save(self, path: str | Path) -> None:
         """A file that `esper replay` plays again."""
-        tensors = {"actions": self.actions, **{f"scenarios.{name}": t for name, t in self.scenarios.columns().items()},
-                   **{f"measured.{name}": t for name, t in self.measured.items()},
-                   **{f"delivered.{name}": t for name, t in vars(self.delivered).items()},
-                   **{name: getattr(self, name) for name in _ENDS}}
+        groups = {"scenarios": self.scenarios.columns(), "measured": self.measured,
+                  "delivered": vars(self.delivered)}
+        tensors = {name: getattr(self, name) for name in ("actions", "blueprint", "params", "flops", "spent")}
+        tensors |= {f"{group}.{name}": t for group, part in groups.items() for name, t in part.items()}
         header = {"env": to_dict(self.config), "moves": self.moves, **provenance(self.config.device)}
         write_state(path, "trace", header, tensors)
 
@@ -102,32 +100,25 @@ class Episodes:
         """(episodes, the header with what they were played with)."""
         header, tensors = read_state(path, "trace")
         with decoding(path, "trace"):
-            return cls._decoded(path, header, tensors), header
-
-    @classmethod
-    def _decoded(cls, path: str | Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> "Episodes":
-        config = from_dict(EnvConfig, header["env"], f"{path}: env")
-        groups: dict[str, dict[str, Tensor]] = {"scenarios": {}, "measured": {}, "delivered": {}, "": {}}
-        for name, tensor in tensors.items():
-            group, _, rest = name.partition(".")
-            groups[group if rest else ""][rest or name] = tensor
-        if not len(tensors.get("actions", ())) or not groups["measured"]:
-            raise StateFormatError(f"{path} records no epoch: there is nothing to play again")
-        drawn = Scenarios(**groups["scenarios"], kinds=config.family.kinds)
-        moves = tuple(tuple(move) for move in header["moves"])
-        return cls(config, drawn, delivered=Scores(**groups["delivered"]), measured=groups["measured"], moves=moves,
-                   **groups[""])
+            config = from_dict(EnvConfig, header["env"], f"{path}: env")
+            groups: dict[str, dict[str, Tensor]] = {"scenarios": {}, "measured": {}, "delivered": {}, "": {}}
+            for name, tensor in tensors.items():
+                group, _, rest = name.partition(".")
+                groups[group if rest else ""][rest or name] = tensor
+            if not len(tensors.get("actions", ())) or not groups["measured"]:
+                raise StateFormatError(f"{path} records no epoch: there is nothing to play again")
+            drawn = Scenarios(**groups["scenarios"], kinds=config.family.kinds)
+            moves = tuple(tuple(move) for move in header["moves"])
+            return cls(config, drawn, delivered=Scores(**groups["delivered"]), measured=groups["measured"],
+                       moves=moves, **groups[""]), header
 
 
-_ENDS = ("blueprint", "params", "flops", "spent")
-
-
-def play(env: MorphogeneticEnv, policy: Policy, scenarios: Scenarios, *, samples: Callable[[], Samples] | None = None,
-         fossils: Tensor | None = None, watch: Callable[[Measurement], object] = lambda measured: None,
-         most: int | None = None) -> Episodes:
+def play(env: MorphogeneticEnv, policy: Policy, scenarios: Scenarios, *,
+         samples: Callable[[], Samples] | None = None, fossils: Tensor | None = None,
+         watch: Callable[[Measurement], object] = lambda measured: None, most: int | None = None) -> Episodes:
     """One episode in every row, all started together, until the last of them is done, or for `most` epochs.
 
-    `samples` are those that the delivered networks are scored with, None is what the last epoch measured. `fossils` [N, S] are
+    `samples` score the delivered networks, None is what the last epoch measured. `fossils` [N, S] are
     blueprints to begin with, as untrained as their hosts (-1 is none). `watch` is told every measurement.
     """
     env.reset(scenarios)
@@ -142,16 +133,17 @@ def play(env: MorphogeneticEnv, policy: Policy, scenarios: Scenarios, *, samples
         actions.append(policy(env.view()))
         measurement = env.step(actions[-1])
         measured.append({name: t.clone() for name, t in measurement.tensors().items()})
-        moves += [(len(actions), m.row, m.slot, m.source.name, m.target.name) for m in life.drain_transitions()]
+        moves += [(len(actions), m.row, m.slot, m.source.name, m.target.name)
+                  for m in life.drain_transitions()]
         watch(measurement)
     assert env.measured is not None
     delivered = env.measured.evidence.delivered if samples is None else env.evaluate(samples()).delivered
     fossil = life.at(SeedStage.FOSSILIZED)
     params, flops = ((cost * fossil).sum(1) for cost in env.population.costs())
-    return Episodes(config=env.config, scenarios=env.scenarios.take(torch.arange(env.rows)), actions=torch.stack(actions),
-                    measured={name: torch.stack([m[name] for m in measured]) for name in measured[0]}, delivered=delivered,
-                    blueprint=torch.where(fossil, life.blueprint, -1), params=params,
-                    flops=flops / env.family.host.cost.flops, spent=env.spent.float(), moves=tuple(moves))
+    return Episodes(env.config, env.scenarios.take(torch.arange(env.rows)), torch.stack(actions),
+                    {name: torch.stack([m[name] for m in measured]) for name in measured[0]}, delivered,
+                    torch.where(fossil, life.blueprint, -1), params, flops / env.family.host.cost.flops,
+                    env.spent.float(), tuple(moves))
 
 
 def replay(episodes: Episodes, device: str = "", data: TaskData | None = None) -> list[str]:
@@ -164,18 +156,18 @@ def replay(episodes: Episodes, device: str = "", data: TaskData | None = None) -
     different = [] if same == len(episodes.actions) else [f"length, epoch {same + 1}, every row"]
     for name, before in episodes.measured.items():
         mine, tensor = again.measured[name], before[:same]
-        unequal = ~((mine == tensor) | (mine.isnan() & tensor.isnan())) if mine.is_floating_point() else mine != tensor
+        unequal = (mine != tensor) & ~(mine.isnan() & tensor.isnan())  # whole numbers are never NaN
         different += [f"{name}, epoch {place[0] + 1}, row {place[1]}" for place in unequal.nonzero().tolist()]
     return different
 
 
 class Twins:
-    """What each scenario does without growth: same weights at birth, same data in the same order. Computed once."""
+    """What each scenario does without growth: same weights at birth, same data, same order. Computed once."""
 
     def __init__(self, env: MorphogeneticEnv) -> None:
         """`env` plays the twins; its rows are theirs alone."""
         self.env = env
-        self.known: dict[tuple[int, int, int, float], Tensor] = {}  # scenario -> [epochs, 3]: loss, score, smooth
+        self.known: dict[tuple[int, int, int, float], Tensor] = {}  # scenario -> Scores [epochs, 3]
 
     @staticmethod
     def _names(scenarios: Scenarios) -> list[tuple[int, int, int, float]]:
@@ -183,12 +175,13 @@ class Twins:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def __call__(self, scenarios: Scenarios) -> Tensor:
-        """[N, epochs of the longest, 3]: the twins' loss, score and smooth score after each epoch, NaN behind the last."""
+        """[N, epochs of the longest, 3]: the twins' Scores after each epoch, NaN behind the last."""
         names = self._names(scenarios)
         first = {name: row for row, name in reversed(list(enumerate(names)))}
-        missing = torch.tensor([row for name, row in first.items() if name not in self.known], dtype=torch.int64)
-        for part in missing.split(self.env.rows) if len(missing) else ():
-            self._compute(scenarios.take(torch.cat([part, part[:1].expand(self.env.rows - len(part))])))
+        fresh = [row for name, row in first.items() if name not in self.known]
+        missing = torch.tensor(fresh, dtype=torch.int64)
+        for part in missing.split(self.env.rows) if fresh else ():
+            self._compute(scenarios.take(_filled(part, self.env.rows)))
         longest = max(len(self.known[name]) for name in names)
         out = torch.full((len(names), longest, 3), torch.nan)
         for row, name in enumerate(names):
@@ -198,7 +191,7 @@ class Twins:
     def _compute(self, scenarios: Scenarios) -> None:
         waiting = torch.tensor([self.env.spec.action(LifecycleOp.WAIT)]).repeat(self.env.rows, 1)
         measured = play(self.env, lambda view: waiting, scenarios).measured
-        scores = torch.stack([measured[f"all_on.{name}"] for name in ("loss", "score", "smooth")], 2)  # [T, N, 3]
+        scores = torch.stack([measured[f"all_on.{name}"] for name in ("loss", "score", "smooth")], 2)
         for row, name in enumerate(self._names(scenarios)):
             self.known[name] = scores[: name[2], row].clone()
 
@@ -212,8 +205,8 @@ class Twins:
         padded = [torch.cat([t, torch.full((longest - len(t), 3), torch.nan)]) for t in self.known.values()]
         lr = torch.tensor([name[3] for name in self.known], dtype=torch.float64)
         scores = torch.stack(padded) if padded else torch.empty(0, 0, 3)
-        header = {"family": to_dict(self.env.family)}
-        write_state(path, "twins", header, {"names": names, "lr": lr, "scores": scores})
+        write_state(path, "twins", {"family": to_dict(self.env.family)},
+                    {"names": names, "lr": lr, "scores": scores})
 
     def load(self, path: str | Path) -> None:
         header, tensors = read_state(path, "twins")
@@ -226,11 +219,13 @@ class Twins:
 
 
 def batches(horizon: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Episodes [J] by their horizons, so many at a time: (which, the same filled up with the first of them to `rows`).
-
-    Short ones come first, so that few rows wait for longer ones to end.
-    """
+    """Episodes [J] by their horizons, so many at a time: (which, the same filled up to `rows`). Short ones
+    come first, so that few rows wait for longer ones to end."""
     if rows < 1:
         raise EsperError("episodes are played at least one at a time")
     for part in horizon.argsort(stable=True).split(rows):
-        yield part, torch.cat([part, part[:1].expand(rows - len(part))])
+        yield part, _filled(part, rows)
+
+
+def _filled(part: Tensor, rows: int) -> Tensor:
+    return torch.cat([part, part[:1].expand(rows - len(part))])

@@ -1,4 +1,5 @@
-"""Evidence: what every row scores, and what each of its seeds is worth, as paired differences on the same samples.
+"""Evidence: what every row scores, and what each of its seeds is worth, as paired differences on the same
+samples.
 
 Legend: N rows, S slots, E extra rows, B samples of a chunk. Scores are the objective's (loss, score, smooth).
 """
@@ -12,8 +13,7 @@ from torch import Tensor
 from esper.kasmina import Objective, Population
 from esper.leyline import Contribution, SeedStage
 
-LOSS, SMOOTH = 0, 2
-"""Scores by their place."""
+LOSS, SMOOTH = 0, 2  # scores by their place
 
 
 @dataclass
@@ -21,10 +21,8 @@ class Scores:
     """What N networks score on the validation slice, each [N] on the CPU."""
 
     loss: Tensor
-    score: Tensor
-    """In [0, 1]: accuracy, for classification."""
-    smooth: Tensor
-    """As the score, without its steps: the mean probability of the right class, for classification."""
+    score: Tensor  # in [0, 1]: accuracy, for classification
+    smooth: Tensor  # the score without its steps: mean probability of the right class, for classification
 
 
 @dataclass
@@ -32,19 +30,15 @@ class Evidence:
     """One evaluation of a population. What was not measured is masked, never a number."""
 
     all_on: Scores
-    all_off: Scores
-    """The host alone."""
-    delivered: Scores
-    """Host and fossils: what the episode would deliver now."""
-    contribution: Contribution
-    """Of each blended seed, by leaving it out: gain in smooth score."""
-    preview: Contribution
-    """Of each incubating seed, by running it at its target alpha: gain in smooth score."""
+    all_off: Scores  # the host alone
+    delivered: Scores  # host and fossils: what the episode would deliver now
+    contribution: Contribution  # gain in smooth score by each blended seed, found by leaving it out
+    preview: Contribution  # and by each incubating seed, if it ran at its target alpha
 
 
 @dataclass
 class _Plan:
-    """The extra rows of an evaluation, and where each result of it is found: all [E], or an index into N + E rows."""
+    """The extra rows of an evaluation, and where each result is: all [E], or an index into N + E rows."""
 
     env: Tensor
     alpha: Tensor  # [E, S]
@@ -95,11 +89,8 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
     """Measure every row and its counterfactuals on chunks (x [B, N, *inputs], y [B, N])."""
     todo = plan(population)
     outputs_of = population.probe(todo.env, todo.alpha) if len(todo.env) else population.forward
-    means, gains, errors = measure(population.objective, outputs_of, todo.env.to(population.device), population.rows,
-                                   chunks, SMOOTH)
-
-    def scores(where: Tensor) -> Scores:
-        return Scores(*means[:, where])
+    means, gains, errors = measure(population.objective, outputs_of, todo.env.to(population.device),
+                                   population.rows, chunks, SMOOTH)
 
     def paired(where: Tensor, sign: int) -> Contribution:
         """Gain in smooth score: of the live row over an extra one, or the other way round."""
@@ -112,13 +103,14 @@ def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) ->
         known = known & value.isfinite() & error.isfinite()
         return Contribution(torch.where(known, value, 0.0), torch.where(known, error, 0.0), known)
 
-    return Evidence(scores(torch.arange(population.rows)), scores(todo.all_off), scores(todo.delivered),
-                    paired(todo.without, 1), paired(todo.previewed, -1))
+    every = torch.arange(population.rows)
+    on, off, delivered = (Scores(*means[:, where]) for where in (every, todo.all_off, todo.delivered))
+    return Evidence(on, off, delivered, paired(todo.without, 1), paired(todo.previewed, -1))
 
 
 def measure(objective: Objective, outputs_of: Callable[[Tensor], Tensor], env: Tensor, rows: int,
             chunks: Iterable[tuple[Tensor, Tensor]], score: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of the scores [3, N + E]; of one `score`, each live row less its extra row, paired by sample: means, errors [E]."""
+    """Means of the scores [3, N + E]; of one `score`, live less extra rows by sample: means, errors [E]."""
     sums, count = torch.zeros(()), 0
     for x, y in chunks:
         outputs = outputs_of(x).to(torch.float32)

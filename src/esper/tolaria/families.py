@@ -1,4 +1,4 @@
-"""Families that ship with Esper. In each of them the best decision depends on something a policy cannot see."""
+"""Families that ship with Esper: in each the best decision depends on what a policy cannot see."""
 
 from esper.kasmina import Host
 from esper.leyline import EsperError
@@ -10,8 +10,8 @@ _WRONG = Kind("few samples, wrong labels", samples=300, label_noise=0.4)
 FAMILIES: dict[str, Family] = {family.name: family for family in (
     Family(
         "mnist1d", "mnist1d", Host("conv1d", widths=(8, 12, 12)),
-        (_WRONG, Kind("shuffled", shuffle=True), Kind("shuffled, blind", shuffle=True, one_tap=ALL), Kind("blind", one_tap=ALL),
-         Kind("frozen", frozen=ALL)),
+        (_WRONG, Kind("shuffled", shuffle=True), Kind("shuffled, blind", shuffle=True, one_tap=ALL),
+         Kind("blind", one_tap=ALL), Kind("frozen", frozen=ALL)),
         prices=(0.0, 2e-5, 5e-5, 1e-4), horizons=(12, 20)),
     Family(
         "mlp", "digits", Host("mlp", inputs=(64,), widths=(16, 16, 16)),

@@ -1,7 +1,8 @@
-"""Samples for every row: data lives on the device once, and each row reads it in its own order, with its own distortions.
+"""Samples for every row: data lives on the device once, and each row reads it in its own order, with its own
+distortions.
 
-Legend: N rows, B batch, n training samples, F numbers per sample. Everything a row meets is a function of its scenario's
-key and of the clock, never of its place in the population.
+Legend: N rows, B batch, n training samples, F numbers per sample. Everything a row meets is a function of its
+scenario's key and of the clock, never of its place in the population.
 """
 
 import math
@@ -16,8 +17,7 @@ from esper.leyline.keys import Purpose, mix, uniform
 from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData
 
-NOISES = 4096
-"""Vectors in the bank from which samples draw their noise."""
+NOISES = 4096  # vectors in the bank from which samples draw their noise
 
 
 class Feed:
@@ -28,7 +28,8 @@ class Feed:
         self.inputs, self.outputs = family.host.inputs, family.host.classes
         self.objective = find_objective(family.objective)
         self.x, self.y = self.hold(data.x, data.y, family.samples, "samples")
-        self.validation_x, self.validation_y = self.hold(data.validation_x, data.validation_y, family.validation, "validation")
+        held = self.hold(data.validation_x, data.validation_y, family.validation, "validation")
+        self.validation_x, self.validation_y = held
         self.batch = min(family.batch, len(self.x))
         self.steps = len(self.x) // self.batch
         n = len(self.x)
@@ -38,10 +39,11 @@ class Feed:
         self.count = torch.full((rows,), n, device=device)
         self.noise = torch.zeros(rows, device=device)
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.places = torch.arange(self.x.shape[1], device=device).repeat(rows, 1)  # [N, F]: where each number comes from
+        self.places = torch.arange(self.x.shape[1], device=device).repeat(rows, 1)  # [N, F]: their sources
         self._order = self.subset  # [N, n] of this epoch
         self._clock = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._noises = torch.randn(NOISES, self.x.shape[1], generator=torch.Generator().manual_seed(0)).to(device)
+        generator = torch.Generator().manual_seed(0)
+        self._noises = torch.randn(NOISES, self.x.shape[1], generator=generator).to(device)
         self._shuffles = self._shifts = self._noisy = False
 
     def hold(self, x: Tensor, y: Tensor, most: int, what: str) -> tuple[Tensor, Tensor]:
@@ -52,8 +54,8 @@ class Feed:
         if self.family.pool > 1:
             x = F.avg_pool2d(x, self.family.pool)
         if math.prod(x.shape[1:]) != math.prod(self.inputs):
-            raise EsperError(f"family {self.family.name!r} has hosts for inputs {self.inputs}, but its samples are "
-                             f"{tuple(x.shape[1:])}")
+            raise EsperError(f"family {self.family.name!r} has hosts for inputs {self.inputs}, "
+                             f"but its samples are {tuple(x.shape[1:])}")
         self.objective.check(y, self.outputs)
         return x.flatten(1).to(self.device), y.to(self.device)
 
@@ -65,12 +67,13 @@ class Feed:
         self.subset[where] = _shuffled(mix(key, Purpose.SUBSET), n)
         count = scenarios.of_kind("samples").to(self.device)
         self.count[where] = torch.where(count > 0, count, n).clamp(max=n)
-        wrong = uniform(mix(key, Purpose.LABEL), n) < scenarios.of_kind("label_noise").to(self.device)[:, None]
+        share = scenarios.of_kind("label_noise").to(self.device)[:, None]
+        wrong = uniform(mix(key, Purpose.LABEL), n) < share
         drawn = self.objective.wrong_labels(uniform(mix(key, Purpose.LABEL, 1), n), self.y, self.outputs)
         self.labels[where] = torch.where(wrong, drawn, self.y)
         self.noise[where] = scenarios.of_kind("noise").to(self.device, torch.float32)
         self.shift[where] = scenarios.of_kind("shift").to(self.device)
-        mixed = _shuffled(mix(key, Purpose.SHUFFLE), math.prod(self.inputs[1:] or self.inputs))  # all channels alike
+        mixed = _shuffled(mix(key, Purpose.SHUFFLE), math.prod(self.inputs[1:] or self.inputs))  # by channel
         straight = torch.arange(mixed.shape[1], device=self.device)
         one = torch.where(scenarios.of_kind("shuffle").to(self.device)[:, None], mixed, straight)
         channels = torch.arange(self.x.shape[1] // one.shape[1], device=self.device) * one.shape[1]
@@ -95,7 +98,7 @@ class Feed:
         return self.held(self.validation_x, self.validation_y, 1, start, stop)
 
     def held(self, x: Tensor, y: Tensor, split: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Samples start..stop of a split that does not train, distorted like the row's training data, with true labels."""
+        """Samples start..stop of a split that does not train, distorted as those that do; labels are true."""
         sample = torch.arange(start, min(stop, len(x)), device=self.device)[:, None].expand(-1, self.rows)
         return self._read(x, sample, split, 0), y[sample]
 
@@ -103,7 +106,7 @@ class Feed:
         if self._shuffles or self._shifts or augment:
             out = x.take(sample[..., None] * x.shape[1] + self._sources(sample, split, augment))
         else:
-            out = x.index_select(0, sample.flatten()).view(*sample.shape, -1)  # indexing copies number by number
+            out = x.index_select(0, sample.flatten()).view(*sample.shape, -1)  # indexing copies one by one
         if self._noisy:
             which = mix(self.key, Purpose.NOISE, split)[None] + sample * 2_654_435_761
             out = out + self.noise[None, :, None] * self._noises[which.remainder(NOISES)]
@@ -117,13 +120,17 @@ class Feed:
         grids = []
         for axis, size in enumerate(extent):
             fixed = _spread(mix(self.key[None], Purpose.SHIFT + 100 * split, axis, sample), self.shift)
-            fresh = _spread(mix(self.key[None], Purpose.AUGMENT, axis, self._clock[None], sample), augment) if augment else 0
-            grids.append((torch.arange(size, device=self.device) - (fixed + fresh)[..., None]) % size)  # [B, N, size]
-        inside = grids[0] if len(grids) == 1 else (grids[0][..., :, None] * extent[1] + grids[1][..., None, :]).flatten(2)
+            moved = fixed
+            if augment:
+                keys = mix(self.key[None], Purpose.AUGMENT, axis, self._clock[None], sample)
+                moved = fixed + _spread(keys, augment)
+            grids.append((torch.arange(size, device=self.device) - moved[..., None]) % size)  # [B, N, size]
+        inside = grids[0]
+        if len(grids) > 1:
+            inside = (grids[0][..., :, None] * extent[1] + grids[1][..., None, :]).flatten(2)
         channels = self.x.shape[1] // inside.shape[2]
         offsets = torch.arange(channels, device=self.device)[:, None] * inside.shape[2]
-        moved = (offsets + inside[..., None, :]).flatten(2)
-        return self.places.expand(*sample.shape, -1).gather(2, moved)
+        return self.places.expand(*sample.shape, -1).gather(2, (offsets + inside[..., None, :]).flatten(2))
 
 
 def _shuffled(keys: Tensor, count: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""Where samples lie on disk: the data directory, its cache, registered folders, and readers that verify what they read.
+"""Where samples lie on disk: the data directory, its cache, registered folders, and readers that verify what
+they read.
 
 Which samples train, validate or test is decided in `tasks`, not here.
 """
@@ -24,6 +25,7 @@ from esper.leyline.storage import atomic_write, read_json, write_json
 
 Samples = tuple[NDArray[Any], NDArray[np.int64]]
 """x [n, *inputs] as stored, y [n]."""
+REPLACE = "replace it with the original"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def write_data(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, content)
     except (OSError, EsperError) as error:
-        raise EsperError(f"cannot write {path} ({error}); set ESPER_DATA to a folder you can write to") from error
+        raise EsperError(f"cannot write {path} ({error}); "
+                         "set ESPER_DATA to a folder you can write to") from error
 
 
 def cache_path(task: str, part: str) -> Path:
@@ -55,7 +58,7 @@ def cache_path(task: str, part: str) -> Path:
 
 
 def _digest(recipe: str, arrays: Samples) -> str:
-    """Of values, types and shapes, and of what they should be: a renamed cache, or one by an older recipe, is a wrong one."""
+    """Of values, types, shapes and what they should be: a renamed or outdated cache is a wrong one."""
     result = hashlib.sha256(recipe.encode())
     for array in arrays:
         result.update(f" {array.dtype.str} {array.shape} ".encode() + array.tobytes())
@@ -68,14 +71,15 @@ def write_cache(path: Path, recipe: str, arrays: Samples) -> None:
 
 
 def read_cache(path: Path, recipe: str) -> Samples:
+    again = "delete it and run again to have it made anew"
     try:
         with safe_open(path, "numpy") as file:
             arrays = file.get_tensor("x"), file.get_tensor("y")
             stored = (file.metadata() or {}).get("sha256")
     except (SafetensorError, OSError) as error:
-        raise EsperError(f"{path} cannot be read as safetensors; delete it and run again to have it made anew") from error
+        raise EsperError(f"{path} cannot be read as safetensors; {again}") from error
     if stored != _digest(recipe, arrays):
-        raise EsperError(f"{path} does not match its checksum; delete it and run again to have it made anew")
+        raise EsperError(f"{path} does not match its checksum; {again}")
     return arrays
 
 
@@ -101,10 +105,8 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def _content(folder: Path, file: DataFile, size: int) -> tuple[Path, bytes]:
-    """A file's bytes, decompressed if they are gzipped, whatever its name says.
-
-    At most one byte more than the expected `size` is read: a small file can unpack to any length.
-    """
+    """A file's bytes, decompressed if they are gzipped, whatever its name says; at most one byte more than
+    the expected `size`: a small file can unpack to any length."""
     path = find_file(folder, file.name)
     if path is None:
         raise EsperError(f"no {file.name} or {file.name}.gz in {folder}; "
@@ -115,59 +117,53 @@ def _content(folder: Path, file: DataFile, size: int) -> tuple[Path, bytes]:
             raw.seek(0)
             return path, (gzip.GzipFile(fileobj=raw) if packed else raw).read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise EsperError(f"{path} is a damaged or truncated gzip file; replace it with the original") from error
+        raise EsperError(f"{path} is a damaged or truncated gzip file; {REPLACE}") from error
     except OSError as error:
-        raise EsperError(f"cannot read {path} ({error.strerror}); make it readable or replace it with the original") from error
+        raise EsperError(f"cannot read {path} ({error.strerror}); make it readable or {REPLACE}") from error
 
 
 def _check_size(path: Path, data: bytes, expected: int) -> None:
     if len(data) != expected:
         kind = f"truncated: {len(data)} bytes of" if len(data) < expected else "too long: more than the"
-        raise EsperError(f"{path} is {kind} {expected} bytes, decompressed; replace it with the original")
+        raise EsperError(f"{path} is {kind} {expected} bytes, decompressed; {REPLACE}")
 
 
 def _check_digest(path: Path, data: bytes, sha256: str) -> None:
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise EsperError(f"{path} has the wrong sha256 checksum; replace it with the original")
+        raise EsperError(f"{path} has the wrong sha256 checksum; {REPLACE}")
 
 
 def _check_labels(path: Path, labels: NDArray[np.int64], classes: int) -> None:
     if not np.array_equal(np.unique(labels), np.arange(classes)):
-        raise EsperError(f"{path} has labels from {labels.min()} to {labels.max()}, expected each of 0 to {classes - 1}; "
-                         "replace it with the original")
+        raise EsperError(f"{path} has labels from {labels.min()} to {labels.max()}, "
+                         f"expected each of 0 to {classes - 1}; {REPLACE}")
 
 
-def _idx_header(shape: tuple[int, ...]) -> bytes:
-    """0x08 says unsigned bytes; then come the dimensions."""
-    return struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)
-
-
-def _unpack_idx(path: Path, data: bytes, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    header = _idx_header(shape)
-    if data[:4] != header[:4]:
-        raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind starts with "
-                         f"{header[:4].hex()}; replace it with the original")
-    if data[: len(header)] != header:
-        raise EsperError(f"{path} does not hold {' x '.join(map(str, shape))} values by its own header; "
-                         "replace it with the original")
-    _check_size(path, data, len(header) + math.prod(shape))
-    return np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape)
-
-
-def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...], classes: int) -> Samples:
+def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...],
+             classes: int) -> Samples:
     """MNIST's format: a file of images and one of labels, in this order."""
     unpacked = []
     for file, shape in zip(files, ((count, *inputs[1:]), (count,)), strict=True):
-        path, data = _content(folder, file, len(_idx_header(shape)) + math.prod(shape))
-        unpacked.append(_unpack_idx(path, data, shape))
+        header = struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)  # 0x08 is unsigned bytes
+        size = len(header) + math.prod(shape)
+        path, data = _content(folder, file, size)
+        if data[:4] != header[:4]:
+            raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind "
+                             f"starts with {header[:4].hex()}; {REPLACE}")
+        if data[: len(header)] != header:
+            shown = " x ".join(map(str, shape))
+            raise EsperError(f"{path} does not hold {shown} values by its own header; {REPLACE}")
+        _check_size(path, data, size)
+        unpacked.append(np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape))
         _check_digest(path, data, file.sha256)
     images, labels = unpacked[0].reshape(count, *inputs), unpacked[1].astype(np.int64)
     _check_labels(path, labels, classes)
     return images, labels
 
 
-def read_cifar(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...], classes: int) -> Samples:
-    """CIFAR's format: files of equal length, joined in the order given; a record is its label byte, then its pixels."""
+def read_cifar(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...],
+               classes: int) -> Samples:
+    """CIFAR's format: files of equal length, joined in order; a record is its label byte, then its pixels."""
     width, batches = 1 + math.prod(inputs), []
     size = count // len(files) * width
     for file in files:

@@ -1,7 +1,8 @@
-"""The governor: checks every row after its epoch and puts a row that broke back to its last good state, alone.
+"""The governor: checks every row after its epoch and puts a row that broke back to its last good state,
+alone.
 
-A transaction: check first, keep a copy of what passed, and only then let the next epoch change it. The clock does not
-rewind, and since data and noise are keyed by the clock, the retry meets other data.
+A transaction: check first, keep a copy of what passed, and only then let the next epoch change it. The clock
+does not rewind, and since data and noise are keyed by the clock, the retry meets other data.
 """
 
 import math
@@ -15,11 +16,9 @@ from esper.kasmina import Population
 
 @dataclass(frozen=True)
 class GovernorConfig:
-    """Limits in units of the task: chance is the loss of a network that has learned nothing.
-
-    A row's own history is that of its training loss, which hardly ever rises; validation loss rises in good health, too,
-    when a network fits its samples closely.
-    """
+    """Limits in units of the task: chance is the loss of a network that has learned nothing. A row's own
+    history is that of its training loss, which hardly ever rises; validation loss rises in good health,
+    too."""
 
     worst: float = 4.0
     """A loss above so many times chance is broken."""
@@ -43,7 +42,7 @@ class Governor:
         self.population, self.config = population, config
         self.chance = population.objective.chance(population.host.classes).loss
         rows = population.rows
-        self.history = torch.full((rows, config.memory), math.nan)  # training losses of good epochs, the newest last
+        self.history = torch.full((rows, config.memory), math.nan)  # training losses of good epochs
         self.high = torch.zeros(rows, dtype=torch.bool)  # the last epoch was above the best of them
         self.last = torch.full((rows,), -(10**6))  # clock of the last rollback
         self.saved = population.snapshot(torch.arange(rows))
@@ -59,32 +58,28 @@ class Governor:
     def verdicts(self, loss: Tensor, train_loss: Tensor) -> Tensor:
         """[N]: which of RULES each row breaks, 0 is none, from its validation and training losses [N]."""
         best = self.history.nan_to_num(nan=math.inf).amin(1)
-        sound = loss.isfinite() & train_loss.isfinite() & self._finite_weights()
+        weights = [bank.isfinite().all(1) for name, bank in self.population.tensors().items()
+                   if name.startswith("bank.") and bank.dim() == 2]
+        sound = loss.isfinite() & train_loss.isfinite() & torch.stack(weights).all(0).cpu()
         verdict = torch.zeros(len(loss), dtype=torch.int64)
         drifting = train_loss > best + self.config.drift * self.chance  # never in the first epoch
         verdict[drifting & self.high] = RULES.index("lasting jump")
         verdict[train_loss > self.history[:, -1] + self.config.jump * self.chance] = RULES.index("jump")
-        verdict[torch.maximum(loss, train_loss) > self.config.worst * self.chance] = RULES.index("far above chance")
+        far = torch.maximum(loss, train_loss) > self.config.worst * self.chance
+        verdict[far] = RULES.index("far above chance")
         verdict[~sound] = RULES.index("non-finite")
         self.high = drifting & (verdict == 0)
         return verdict
 
-    def _finite_weights(self) -> Tensor:
-        finite = [bank.isfinite().all(1) for name, bank in self.population.tensors().items()
-                  if name.startswith("bank.") and bank.dim() == 2]
-        return torch.stack(finite).all(0).cpu()
-
     def settle(self, verdict: Tensor, over: Tensor, train_loss: Tensor, clock: Tensor) -> Tensor:
-        """Keep the rows that passed, put the others back, and those that were `over` before. bool [N]: episodes that end.
-
-        A seed that is germinated again gets other weights: births are counted on.
-        """
+        """Keep rows that passed, put back others and those that were `over` before. bool [N]: episodes that
+        end. A seed that is germinated again gets other weights: births are counted on."""
         bad, good = (verdict > 0) & ~over, ((verdict == 0) & ~over).nonzero().flatten()
         again = bad & (clock - self.last <= self.config.patience)
         back = (bad | over).nonzero().flatten()
         if len(back):
             births = self.population.life.germinations[back]
-            self.population.restore(back, {name: tensor[back.to(tensor.device)] for name, tensor in self.saved.items()})
+            self.population.restore(back, {name: t[back.to(t.device)] for name, t in self.saved.items()})
             self.population.life.germinations[back] = births
             self.last[bad] = clock[bad]
         self._keep(good)
@@ -99,7 +94,3 @@ class Governor:
             else:
                 self.saved[name][where] = tensor[where]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that must survive a restart."""
-        own = {"history": self.history, "high": self.high, "last": self.last}
-        return own | {f"saved.{name}": tensor for name, tensor in self.saved.items()}

@@ -1,4 +1,4 @@
-"""The ledger of test splits: who opened which, when and why. It lies beside the data and is written before a split is read."""
+"""The ledger of test splits: who opened which, when and why. It is written before a split is read."""
 
 import datetime
 import sys

@@ -1,4 +1,5 @@
-"""Candidate previews: what would each blueprint do in each empty slot? A few shadow steps on a frozen host tell.
+"""Candidate previews: what would each blueprint do in each empty slot? A few shadow steps on a frozen host
+tell.
 
 Legend: N rows, S slots, K blueprints, R candidates.
 """
@@ -23,22 +24,22 @@ class PreviewConfig:
     """When an environment previews candidates by itself, for its policies to see."""
 
     every: int = 3
-    """Epochs from one preview to the next; the first is taken after the first epoch, when there is most to gain by growing."""
+    """Epochs from one preview to the next; the first follows the first epoch, when there is most to gain."""
     steps: int = 30
     """Shadow steps of each candidate."""
 
     def __post_init__(self) -> None:
         if min(self.every, self.steps) < 1:
-            raise EsperError(f"previews need every and steps of at least 1; got {self.every} and {self.steps}")
+            raise EsperError("previews need every and steps of at least 1; "
+                             f"got {self.every} and {self.steps}")
 
 
-def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | None = None, most: int = 2048) -> Contribution:
-    """Loss drops [N, S, K] on the validation slice, unknown where a slot is taken: every blueprint in every empty slot of
-    these rows (None is all) is trained behind a copy of its stopped host.
-
-    Nothing of the environment changes but what the rows have spent: a preview is paid for in FLOPs like any training.
-    At most `most` candidates run at once.
-    """
+def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | None = None,
+                       most: int = 2048) -> Contribution:
+    """Loss drops [N, S, K] on the validation slice, unknown where a slot is taken: every blueprint in every
+    empty slot of these rows (None is all) is trained behind a copy of its stopped host, `most` candidates at
+    once. Nothing of the environment changes but what the rows have spent: a preview is paid for like any
+    training."""
     population, spec = env.population, env.spec
     shape = (env.rows, spec.slots, len(spec.blueprints))
     chosen = torch.zeros(env.rows, dtype=torch.bool)
@@ -49,9 +50,9 @@ def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | 
     previews = Contribution(torch.zeros(shape), torch.zeros(shape), known.clone())
     for part in known.nonzero().split(most) if bool(known.any()) else ():
         value, error = _train(env, part, steps)
-        sound = value.isfinite() & error.isfinite()
-        where = tuple(part.t())
-        previews.value[where], previews.standard_error[where] = torch.where(sound, value, 0), torch.where(sound, error, 0)
+        sound, where = value.isfinite() & error.isfinite(), tuple(part.t())
+        previews.value[where] = torch.where(sound, value, 0)
+        previews.standard_error[where] = torch.where(sound, error, 0)
         previews.known[where] = sound
     flops = torch.tensor([[p.cost.flops for p in slot] for slot in population.prototypes])
     env.charge(flops * known, known, steps / env.feed.steps)
@@ -62,13 +63,14 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     """(loss drop, its error) of candidates [R, 3]: row, slot, blueprint."""
     population, (row, slot, blueprint) = env.population, candidates.t()
     everything = ActionSpec.full(env.spec.slots, env.spec.blueprints)
-    scratch = Population(replace(population.config, spec=everything, incubation="shadow", compile=False), len(row))
-    scratch.restore(torch.arange(len(row)), population.snapshot(row))
+    config = replace(population.config, spec=everything, incubation="shadow", compile=False)
+    scratch, every = Population(config, len(row)), torch.arange(len(row))
+    scratch.restore(every, population.snapshot(row))
     full = torch.tensor([everything.action(LifecycleOp.GERMINATE)]).repeat(len(row), 1)
     full[:, Head.SLOT], full[:, Head.BLUEPRINT] = slot, blueprint
     rate = env.scenarios.lr * env.family.rate(env.clock, env.scenarios.horizon)
     rates = torch.zeros(len(row), 1 + env.spec.slots, dtype=torch.float64)
-    rates[torch.arange(len(row)), 1 + slot] = rate[row]
+    rates[every, 1 + slot] = rate[row]
     scratch.set_lr(rates)
     scratch.begin_epoch(full)
     env.feed.begin_epoch(env.clock)
@@ -78,12 +80,10 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     for step in range(steps):
         x, y = env.feed.train(step % env.feed.steps)
         scratch.shadow_step(x.index_select(1, where), y.index_select(1, where), prefix)
-    every = torch.arange(len(row))
     alpha = scratch.life.alpha.clone()
     alpha[every, slot] = scratch.life.target[every, slot]
     piece = env.at_once(len(row))
     chunks = ((a.index_select(1, where), b.index_select(1, where))
               for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
     probe = scratch.probe(every, alpha, prefix)
-    _, drops, errors = measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)
-    return drops, errors
+    return measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)[1:]

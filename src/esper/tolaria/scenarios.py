@@ -1,9 +1,11 @@
-"""Scenarios: what an episode is about. A family draws them by key; a policy sees price, horizon and clock, not the rest.
+"""Scenarios: what an episode is about. A family draws them by key; a policy sees prices, horizon and clock
+alone.
 
 Legend: N scenarios, T stages of the host.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -17,7 +19,7 @@ from esper.tolaria.tasks import TASKS
 
 @dataclass(frozen=True)
 class Kind:
-    """A hidden type: what the data is like, and what is wrong with the host. Per-stage tuples may be shorter than the host."""
+    """A hidden type: what the data is like, what is wrong with the host. Per-stage tuples may be short."""
 
     name: str
     noise: float = 0.0
@@ -39,13 +41,10 @@ class Kind:
 class Scenarios:
     """Many scenarios as columns."""
 
-    key: Tensor  # [N] int64
-    """Decides weights, data order and noise."""
+    key: Tensor  # [N] int64: decides weights, data order and noise
     kind: Tensor  # [N] int64: position in `kinds`
-    price: Tensor  # [N]
-    """Score that one parameter of a live seed costs."""
-    flop_price: Tensor  # [N]
-    """Score that extra training FLOPs cost, per host training (the FLOPs of training the bare host for the episode)."""
+    price: Tensor  # [N] score that one parameter of a live seed costs
+    flop_price: Tensor  # [N] score that extra FLOPs cost, in trainings of the bare host for the episode
     horizon: Tensor  # [N] int64
     lr: Tensor  # [N] float64
     luck: Tensor  # [N] int64: for the draws of policies; says nothing about the rest
@@ -59,6 +58,12 @@ class Scenarios:
 
     def take(self, rows: Tensor) -> "Scenarios":
         return Scenarios(**{name: column[rows] for name, column in self.columns().items()}, kinds=self.kinds)
+
+    @staticmethod
+    def joined(parts: Sequence["Scenarios"]) -> "Scenarios":
+        """All of one family, one part behind the other."""
+        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0].columns()}
+        return Scenarios(**columns, kinds=parts[0].kinds)
 
     def put(self, rows: Tensor, others: "Scenarios") -> None:
         """Write others into these rows; their kinds must be among these."""
@@ -112,19 +117,24 @@ class Family:
     def __post_init__(self) -> None:
         for name in ("kinds", "prices", "flop_prices", "horizons", "lrs"):
             if not isinstance(getattr(self, name), (tuple, list)):
-                raise EsperError(f"{name} of family {self.name!r} is a {type(getattr(self, name)).__name__}; expected a tuple")
+                raise EsperError(f"{name} of family {self.name!r} is a {type(getattr(self, name)).__name__}; "
+                                 "expected a tuple")
         if not isinstance(self.host, Host) or not isinstance(self.optim, OptimConfig):
             raise EsperError(f"family {self.name!r} needs a Host and an OptimConfig")
         if self.task not in TASKS:
             raise EsperError(f"no task {self.task!r}; choose from {', '.join(TASKS)}")
         if not (self.kinds and self.prices and self.flop_prices and self.horizons and self.lrs):
-            raise EsperError(f"family {self.name!r} needs at least one kind, price, FLOP price, horizon and learning rate")
-        if min(self.horizons) < 1 or self.batch < 1 or self.pool < 1 or min(self.samples, self.validation, self.augment) < 0:
-            raise EsperError(f"family {self.name!r} has an impossible size: horizons {self.horizons}, batch {self.batch}, "
-                             f"pool {self.pool}, samples {self.samples}, validation {self.validation}")
+            raise EsperError(f"family {self.name!r} needs at least one kind, price, FLOP price, horizon "
+                             "and learning rate")
+        least = min(self.samples, self.validation, self.augment)
+        if min(*self.horizons, self.batch, self.pool) < 1 or least < 0:
+            raise EsperError(f"family {self.name!r} has an impossible size: horizons {self.horizons}, "
+                             f"batch {self.batch}, pool {self.pool}, samples {self.samples}, "
+                             f"validation {self.validation}")
         if min(*self.prices, *self.flop_prices, 0.0) < 0 or min(self.lrs) <= 0:
-            raise EsperError(f"family {self.name!r} has a negative price, or a learning rate that is not above 0")
-        if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0 for kind in self.kinds):
+            raise EsperError(f"family {self.name!r} has a negative price, or a learning rate not above 0")
+        if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0
+               for kind in self.kinds):
             raise EsperError(f"family {self.name!r} has a kind with impossible noise, shift or samples")
 
     @property
@@ -132,20 +142,16 @@ class Family:
         return TASKS[self.task].objective
 
     def draw(self, keys: Tensor) -> Scenarios:
-        """Scenarios that depend on their keys [N] alone; their luck depends on their place among the N, and on nothing else: a
-        policy that sees it learns nothing of the key."""
-        u = uniform(mix(keys, Purpose.SCENARIO), 5)
-
-        def pick(column: int, values: tuple[float, ...]) -> Tensor:
-            return (u[:, column] * len(values)).long()
-
-        def value(column: int, values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype)[pick(column, values)]
-
-        return Scenarios(key=keys.clone(), kind=pick(0, (0.0,) * len(self.kinds)), price=value(1, self.prices),
-                         flop_price=value(2, self.flop_prices), horizon=value(3, self.horizons, torch.int64),
-                         lr=value(4, self.lrs, torch.float64), kinds=self.kinds,
-                         luck=mix(torch.full_like(keys, Purpose.LUCK), torch.arange(len(keys))))
+        """Scenarios that depend on their keys [N] alone, but for their luck, which depends on their place
+        among the N alone: a policy that sees it learns nothing of the key."""
+        table = {"kind": (range(len(self.kinds)), torch.int64), "price": (self.prices, torch.float32),
+                 "flop_price": (self.flop_prices, torch.float32), "horizon": (self.horizons, torch.int64),
+                 "lr": (self.lrs, torch.float64)}
+        places = uniform(mix(keys, Purpose.SCENARIO), len(table)).unbind(1)
+        drawn = {name: torch.tensor(values, dtype=dtype)[(place * len(values)).long()]
+                 for (name, (values, dtype)), place in zip(table.items(), places, strict=True)}
+        luck = mix(torch.full_like(keys, Purpose.LUCK), torch.arange(len(keys)))
+        return Scenarios(key=keys.clone(), **drawn, luck=luck, kinds=self.kinds)
 
     def scenarios(self, count: int, split: str = "train", start: int = 0) -> Scenarios:
         """Scenarios number `start` .. `start + count - 1` of a split; splits share no key."""
@@ -155,7 +161,7 @@ class Family:
         return self.draw(mix(torch.full((count,), SPLITS[split]), numbers))
 
     def rate(self, clock: Tensor, horizon: Tensor) -> Tensor:
-        """Share of the learning rate in epoch `clock` (0 is the first). The clock alone decides, for hosts and seeds and
-        in every arm alike: a seed born late starts at what is left."""
+        """Share of the learning rate in epoch `clock` (0 is the first). The clock alone decides, for hosts
+        and seeds and in every arm alike: a seed born late starts at what is left."""
         turn = (1 + torch.cos(math.pi * clock.double() / horizon.clamp(min=1))) / 2
         return self.floor + (1 - self.floor) * turn

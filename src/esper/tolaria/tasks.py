@@ -1,4 +1,5 @@
-"""The tasks: what there is to learn, where its samples come from, and three fixed splits of which one is locked.
+"""The tasks: what there is to learn, where its samples come from, and three fixed splits of which one is
+locked.
 
 How a file is read and verified is in `files`; what a scenario does to the samples is not here either.
 """
@@ -33,25 +34,19 @@ TRAIN, TEST = "train", "test"
 @dataclass(frozen=True)
 class Task:
     name: str
-    host: str
-    """Host kind it is meant for."""
-    inputs: tuple[int, ...]
-    """Shape of one sample as that host takes it."""
+    host: str  # kind that it is meant for
+    inputs: tuple[int, ...]  # shape of one sample as that host takes it
     classes: int
-    sizes: tuple[int, int, int]
-    """Samples that train, validate and test."""
-    reference: str
-    """What others reach, and who says so."""
+    sizes: tuple[int, int, int]  # samples that train, validate and test
+    reference: str  # what others reach, and who says so
     source: "Generated | Files"
-    objective: str = "classification"
-    """A name of `OBJECTIVES`."""
+    objective: str = "classification"  # a name of `OBJECTIVES`
 
     def count(self, part: str) -> int:
         return self.sizes[2] if part == TEST else self.sizes[0] + self.sizes[1]
 
 
-LARGEST = 1e6
-"""Size that no standardised input reaches; raw values or a division by almost nothing do."""
+LARGEST = 1e6  # no standardised input is of this size; raw values or a division by almost nothing are
 
 
 def _tensor(name: str, values: Any) -> Tensor:
@@ -87,10 +82,18 @@ def _checked_labels(name: str, values: Any, samples: int, task: Task) -> Tensor:
     y, objective = _tensor(name, values), find_objective(task.objective)
     if y.shape != (samples,):
         raise EsperError(f"{name} has shape {list(y.shape)}; expected a label for each of {samples} samples")
-    if not objective.label_dtype.is_floating_point:
-        y = _whole(name, y, task.classes)
-    elif y.is_complex():
-        raise EsperError(f"{name} is {y.dtype}; expected real numbers")
+    if objective.label_dtype.is_floating_point:
+        if y.is_complex():
+            raise EsperError(f"{name} is {y.dtype}; expected real numbers")
+    else:
+        whole = y.new_zeros(samples, dtype=torch.int64) if y.is_complex() else y.to(torch.int64)
+        most = task.classes - 1
+        if not torch.equal(whole.to(y.dtype), y):
+            raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
+                             f"expected labels from 0 to {most}")
+        low, high = (int(value) for value in whole.aminmax())
+        if low < 0 or high > most:
+            raise EsperError(f"{name} has labels from {low} to {high}; expected 0 to {most}")
     y = y.to(objective.label_dtype)
     try:
         objective.check(y, task.classes)
@@ -99,31 +102,14 @@ def _checked_labels(name: str, values: Any, samples: int, task: Task) -> Tensor:
     return y
 
 
-def _whole(name: str, y: Tensor, classes: int) -> Tensor:
-    """int64 in 0 to classes - 1."""
-    samples = len(y)
-    whole = y.to(torch.int64) if not y.is_complex() else y.new_zeros(samples, dtype=torch.int64)
-    if not torch.equal(whole.to(y.dtype), y):
-        raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
-                         f"expected labels from 0 to {classes - 1}")
-    low, high = (int(value) for value in whole.aminmax())
-    if low < 0 or high >= classes:
-        raise EsperError(f"{name} has labels from {low} to {high}; expected 0 to {classes - 1}")
-    return whole
-
-
 @dataclass(frozen=True)
 class TaskData:
-    """A task's open splits. The test split is not here, nor in the memory behind these tensors.
-
-    NumPy arrays and other number types become the tensors named below; what cannot be learned is refused.
-    """
+    """A task's open splits. The test split is not here, nor in the memory behind these tensors. NumPy arrays
+    and other number types become the tensors named below; what cannot be learned is refused."""
 
     task: Task
-    x: Tensor
-    """float32 [n, *inputs], standardised with the statistics of the training split."""
-    y: Tensor
-    """[n], int64 class numbers or float32, as the task's objective has them."""
+    x: Tensor  # float32 [n, *inputs], standardised with the statistics of the training split
+    y: Tensor  # [n], int64 class numbers or float32, as the task's objective has them
     validation_x: Tensor
     validation_y: Tensor
 
@@ -142,8 +128,7 @@ class TaskData:
 class ProofKey:
     """Opens the test split. Constructed by the proof alone; a test reads the sources to make sure of it."""
 
-    reason: str
-    """What the test split is opened for."""
+    reason: str  # what the test split is opened for
 
 
 @contextmanager
@@ -157,7 +142,7 @@ def _global_randomness_kept() -> Iterator[None]:
 
 
 def _make_mnist1d() -> Samples:
-    """The published set: generator defaults, spelled out so that a later version of the package cannot move them."""
+    """The published set: generator defaults, spelled out so that a later package cannot move them."""
     generator = import_module("mnist1d.data")
     arguments = generator.get_dataset_args()
     vars(arguments).update(num_samples=5000, train_split=0.8, final_seq_length=40, shuffle_seq=False, seed=42)
@@ -168,20 +153,20 @@ def _make_mnist1d() -> Samples:
 
 def _make_digits() -> Samples:
     made = import_module("sklearn.datasets").load_digits()
-    order = mix(torch.tensor(1797), torch.arange(len(made.target))).argsort().numpy()  # neighbours share a writer
+    order = mix(torch.tensor(1797), torch.arange(len(made.target))).argsort().numpy()  # writers are mixed
     return made.data.astype(np.uint8)[order], made.target.astype(np.int64)[order]
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Samples an installed package makes. They are kept in the data directory, and what is kept there suffices."""
+    """Samples an installed package makes. They are kept in the data directory, and then suffice."""
 
     package: str
     module: str
     make: Callable[[], Samples]
     """All samples: training, validation, test."""
     labels: str
-    """SHA-256 of all labels; another package version that orders samples differently would move the splits."""
+    """SHA-256 of all labels: a package version that orders samples differently would move the splits."""
 
     def where(self, task: Task) -> str | None:
         if all(os.path.isfile(files.cache_path(task.name, part)) for part in (TRAIN, TEST)):
@@ -208,11 +193,12 @@ class Generated:
             with _global_randomness_kept():
                 x, y = self.make()
         except ImportError as error:
-            raise EsperError(f"{task.name} is not in {files.data_directory()} and cannot be made without the {self.package} "
-                             f"package; {self.remedy(task)}") from error
-        if x.shape != (sum(task.sizes), *task.inputs) or hashlib.sha256(y.tobytes()).hexdigest() != self.labels:
-            raise EsperError(f"the installed {self.package} package makes other {task.name} samples than the splits were "
-                             "fixed for; install the version that constraints.txt names")
+            raise EsperError(f"{task.name} is not in {files.data_directory()} and cannot be made without "
+                             f"the {self.package} package; {self.remedy(task)}") from error
+        labels = hashlib.sha256(y.tobytes()).hexdigest()
+        if x.shape != (sum(task.sizes), *task.inputs) or labels != self.labels:
+            raise EsperError(f"the installed {self.package} package makes other {task.name} samples than the "
+                             "splits were fixed for; install the version that constraints.txt names")
         cut = task.count(TRAIN)
         for part, kept in ((TRAIN, slice(None, cut)), (TEST, slice(cut, None))):
             files.write_cache(files.cache_path(task.name, part), self._recipe(part), (x[kept], y[kept]))
@@ -220,17 +206,18 @@ class Generated:
 
 @dataclass(frozen=True)
 class Files:
-    """Published files in a folder that the user registered, or in a place where a system package puts them."""
+    """Published files in a folder that the user registered, or where a system package puts them."""
 
     reader: Callable[[Path, tuple[DataFile, ...], int, tuple[int, ...], int], Samples]
     files: tuple[DataFile, ...]
     places: tuple[str, ...] = ()
 
     def where(self, task: Task) -> str | None:
-        """The folder to read: the registered one if any, else a known place; None if a file is absent there."""
+        """The folder to read: the registered one if any, else a known place; None if a file is absent."""
         registered = files.registered_folders().get(task.name)
         folders = [registered] if registered else self.places
-        return next((f for f in folders if all(files.find_file(Path(f), file.name) for file in self.files)), None)
+        names = [file.name for file in self.files]
+        return next((f for f in folders if all(files.find_file(Path(f), name) for name in names)), None)
 
     def remedy(self, task: Task) -> str:
         return f"esper tasks add-data {task.name} DIR"
@@ -278,11 +265,13 @@ CIFAR10 = _known("""
 TASKS = {task.name: task for task in (
     Task("mnist1d", "conv1d", (1, 40), 10, (3_000, 1_000, 1_000),
          "linear 32%, MLP 68%, CNN 94%, human 96% (Greydanus & Kobak 2024)",
-         Generated("mnist1d", "mnist1d", _make_mnist1d, "6feec4a017698c7fe237c8854cbd2e338c6dd5c16240f6fa79daefaaa129e169")),
+         Generated("mnist1d", "mnist1d", _make_mnist1d,
+                   "6feec4a017698c7fe237c8854cbd2e338c6dd5c16240f6fa79daefaaa129e169")),
     Task("digits", "mlp", (64,), 10, (1_000, 397, 400), "kNN and SVM about 97-98% (scikit-learn examples)",
-         Generated("scikit-learn", "sklearn", _make_digits, "5575a4764b4cb8cb334b3e766d5633f250b4751c03bcfa4110ee6a3d461a3bb7")),
-    Task("mnist", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "linear 88-92%, CNN above 99% (LeCun 1998 and later)",
-         Files(files.read_idx, MNIST)),
+         Generated("scikit-learn", "sklearn", _make_digits,
+                   "5575a4764b4cb8cb334b3e766d5633f250b4751c03bcfa4110ee6a3d461a3bb7")),
+    Task("mnist", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000),
+         "linear 88-92%, CNN above 99% (LeCun 1998 and later)", Files(files.read_idx, MNIST)),
     Task("fashion", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "small CNNs about 91-93% (Xiao 2017)",
          Files(files.read_idx, FASHION, places=("/usr/share/datasets/fashion-mnist",))),
     Task("cifar10", "cnn", (3, 32, 32), 10, (45_000, 5_000, 10_000),
@@ -298,7 +287,8 @@ def find_task(name: str) -> Task:
 
 
 def where(task: Task) -> str | None:
-    """"built in", the folder whose files would be read, or None where the data is missing. Looks, but verifies nothing."""
+    """"built in", the folder whose files would be read, or None where the data is missing. Looks, but
+    verifies nothing."""
     return task.source.where(task)
 
 
@@ -313,7 +303,8 @@ def _scale(task: Task, x: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np
     pairs = [(flat[:, c].mean(dtype=np.float64), flat[:, c].std(dtype=np.float64)) for c in range(channels)]
     mean, deviation = np.array(pairs, np.float32).T.reshape(2, channels, *[1] * (len(task.inputs) - 1))
     if not deviation.all():
-        raise EsperError(f"all training samples of {task.name} are the same; {task.source.remedy(task)} with the original files")
+        raise EsperError(f"all training samples of {task.name} are the same; "
+                         f"{task.source.remedy(task)} with the original files")
     return mean, deviation
 
 
@@ -325,11 +316,11 @@ def _standardised(x: NDArray[Any], scale: tuple[NDArray[np.float32], NDArray[np.
 
 
 def load_task(name: str, whole: bool = False) -> TaskData:
-    """The open splits. With `whole`, validation samples train as well: a paper's own use, where nothing is chosen by them."""
+    """The open splits. With `whole`, validation samples train as well: a paper's use; they choose nothing."""
     task = find_task(name)
     raw, labels = task.source.read(task, TRAIN)
     x, y, cut = _standardised(raw, _scale(task, raw)), torch.from_numpy(labels), task.sizes[0]
-    used = len(x) if whole else cut
+    used = None if whole else cut
     return TaskData(task, x[:used], y[:used], x[cut:], y[cut:])
 
 
@@ -337,7 +328,8 @@ def open_test(name: str, key: ProofKey) -> tuple[Tensor, Tensor]:
     """The test split, for the proof. The opening is logged."""
     task = find_task(name)
     if not isinstance(key, ProofKey):
-        raise EsperError(f"the test split of {name} opens with a ProofKey, not a {type(key).__name__}; use the validation split")
+        raise EsperError(f"the test split of {name} opens with a ProofKey, not a {type(key).__name__}; "
+                         "use the validation split")
     scale = _scale(task, task.source.read(task, TRAIN)[0])
     log_opening(name, key.reason)
     x, y = task.source.read(task, TEST)
@@ -345,7 +337,7 @@ def open_test(name: str, key: ProofKey) -> tuple[Tensor, Tensor]:
 
 
 def add_data(name: str, path: str | Path) -> Path:
-    """Verify a task's files in a folder, then remember the folder. A failed check leaves everything as it was."""
+    """Verify a task's files in a folder, then remember it. A failed check leaves everything as it was."""
     task, folder = find_task(name), Path(path).expanduser().absolute()
     if not isinstance(task.source, Files):
         able = ", ".join(t.name for t in TASKS.values() if isinstance(t.source, Files))

@@ -1,4 +1,4 @@
-"""The court: baselines, an evaluator for all of them, claims, and the proof. The only place that opens a test split."""
+"""The court: baselines, their evaluator, claims and the proof. The only place that opens a test split."""
 
 from esper.simic.proof.proving import Contestant, Proof, ProofConfig, prove
 

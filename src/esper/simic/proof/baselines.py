@@ -1,4 +1,5 @@
-"""Baselines: other ways to decide that a controller must beat, tuned with as many episodes as it was trained with.
+"""Baselines: other ways to decide that a controller must beat, tuned with as many episodes as it was trained
+with.
 
 Legend: n scenarios, S slots.
 """
@@ -22,17 +23,15 @@ from esper.leyline.keys import Purpose, mix, uniform
 from esper.leyline.storage import decoding, read_json, write_json
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan, Watch, played, search
-from esper.simic.proof.processes import in_processes
+from esper.simic.proof.processes import in_processes, silent
 from esper.simic.proof.sweep import conditions, observe_early
 from esper.simic.proof.value_of_information import Rule
 from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
 from esper.tolaria import Episodes, Family, Scenarios, batches
 
-LEVELS = ("best fixed", "best per visible condition", "oracle")
-"""Plans by what they know."""
+LEVELS = ("best fixed", "best per visible condition", "oracle")  # plans, by what they know
 PLANS = "plans"
-SHARE = 3
-"""One candidate in so many goes on to the next rung."""
+SHARE = 3  # one candidate in so many goes on to the next rung
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,15 @@ class Tuned:
     """Every control that has something to tune, at its best on training scenarios."""
 
     family: str
-    family_digest: str
-    """Of the family that they were tuned for."""
-    episodes: dict[str, int]
-    """That each of them took."""
+    family_digest: str  # of the family that they were tuned for
+    episodes: dict[str, int]  # that each of them took
     triggers: dict[str, TriggerConfig] = field(default_factory=dict)
-    fixed: Plan = Plan(())
-    visible: list[Plan] = field(default_factory=list)
-    """By what a policy is told."""
-    oracle: list[list[Plan]] = field(default_factory=list)
-    """By that, and by the hidden kind."""
-    rule: Rule = Rule((None, None, None), ())
-    choices: list[Plan] = field(default_factory=list)
-    """That the rule counts."""
-    preview_steps: int = 30
-    """Of the previews that the rule looks at."""
+    fixed: Plan = field(default_factory=lambda: Plan(()))
+    visible: list[Plan] = field(default_factory=list)  # by what a policy is told
+    oracle: list[list[Plan]] = field(default_factory=list)  # by that, and by the hidden kind
+    rule: Rule = field(default_factory=lambda: Rule((None, None, None), ()))
+    choices: list[Plan] = field(default_factory=list)  # that the rule counts
+    preview_steps: int = 30  # of the previews that the rule looks at
 
     def save(self, path: Path) -> None:
         write_json(path, "set of controls", to_dict(self))
@@ -76,11 +69,12 @@ def family_digest(family: Family) -> str:
 
 def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: int = 0,
             known: int | None = None) -> tuple[int, int]:
-    """(the best of so many candidates, episodes that it took): all play a few scenarios, the better third some more, and so on.
+    """(the best of so many candidates, episodes it took): all play a few scenarios, the better third more.
 
-    `play` takes jobs [J, 2] (candidate, number of the scenario, from `first` on) and returns utilities [J]. At least `episodes`
-    are played. The `known` candidate is the best of earlier ones: it stays to the end, and is replaced only by one that is better
-    on the last scenarios, with which nobody was chosen, by two standard errors.
+    `play` takes jobs [J, 2] (candidate, number of the scenario, from `first` on) and returns utilities [J].
+    At least `episodes` are played. The `known` candidate is the best of earlier ones: it stays to the end,
+    and is replaced only by one that is better on the last scenarios, with which nobody was chosen, by two
+    standard errors.
     """
     sizes = [count]
     while sizes[-1] > SHARE:
@@ -97,30 +91,23 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: 
     best = int(alive[total[alive].argmax()])
     if known is not None and best != known:
         ahead = (played[alive == best] - played[alive == known]).flatten()
-        best = best if ahead.mean() > 2 * ahead.std() / math.sqrt(each) else known  # one scenario has no error
+        best = best if ahead.mean() > 2 * ahead.std() / math.sqrt(each) else known  # never for one scenario
     return best, used
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    pass
-
-
-def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = _silent, jobs: int = 1,
-         known: Tuned | None = None, keep: Callable[[Tuned], object] = lambda tuned: None) -> Tuned:
-    """Every control gets at least so many episodes; those `known` that had as many are kept, triggers that had fewer are tuned
-    with the rest, plans are searched again. With several jobs the three triggers and the plans are tuned in processes of
-    their own. `keep` is given what is known after every part."""
-    family = evaluator.family
-    digest = family_digest(family)
-    tuned = known if known is not None and known.family_digest == digest else Tuned(family.name, digest, {})
-    seen = watch if jobs == 1 else _silent
-    calls: dict[str, Callable[[], Any]] = {
-        PLANS: functools.partial(search, evaluator, episodes, rows, preview_steps, seen),  # takes longest
-        **{name: functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen,
-                                   (tuned.triggers[name], tuned.episodes[name]) if name in tuned.triggers else None)
-           for name in TRIGGERS}}
-    calls = {name: call for name, call in calls.items()
-             if tuned.episodes.get(LEVELS[0] if name == PLANS else name, 0) < episodes}
+def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = silent,
+         jobs: int = 1, known: Tuned | None = None, keep: Callable[[Tuned], object] = silent) -> Tuned:
+    """Every control gets at least so many episodes; those `known` that had as many are kept, triggers that
+    had fewer are tuned with the rest, plans are searched again. With several jobs the three triggers and the
+    plans are tuned in processes of their own. `keep` is given what is known after every part."""
+    digest = family_digest(evaluator.family)
+    tuned = known if known and known.family_digest == digest else Tuned(evaluator.family.name, digest, {})
+    seen, calls = watch if jobs == 1 else silent, dict[str, Callable[[], Any]]()
+    if tuned.episodes.get(LEVELS[0], 0) < episodes:  # takes longest
+        calls[PLANS] = functools.partial(search, evaluator, episodes, rows, preview_steps, seen)
+    for name in (name for name in TRIGGERS if tuned.episodes.get(name, 0) < episodes):
+        best = (tuned.triggers[name], tuned.episodes[name]) if name in tuned.triggers else None
+        calls[name] = functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen, best)
     parts = in_processes(jobs, calls) if jobs > 1 else ((name, call()) for name, call in calls.items())
     for number, (name, done) in enumerate(parts, 1):
         tuned = _with_part(tuned, name, done, preview_steps)
@@ -133,7 +120,8 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
 def _with_part(tuned: Tuned, name: str, done: Any, preview_steps: int) -> Tuned:
     if name != PLANS:
         config, used = done
-        return replace(tuned, triggers=tuned.triggers | {name: config}, episodes=tuned.episodes | {name: used})
+        return replace(tuned, triggers=tuned.triggers | {name: config},
+                       episodes=tuned.episodes | {name: used})
     episodes = tuned.episodes | dict.fromkeys((*LEVELS, "best rule"), done.episodes)
     plans = {part: getattr(done, part) for part in ("fixed", "visible", "oracle", "rule", "choices")}
     return replace(tuned, episodes=episodes, preview_steps=preview_steps, **plans)
@@ -150,12 +138,13 @@ def _tune_trigger(evaluator: Evaluator, name: str, episodes: int, rows: int, wat
                   known: tuple[TriggerConfig, int] | None) -> tuple[TriggerConfig, int]:
     """Continues on other scenarios if the best of so many earlier episodes is known."""
     family, candidates = evaluator.family, trigger_candidates(evaluator.family, name)
-    place, before = (candidates.index(known[0]), known[1]) if known is not None and known[0] in candidates else (None, 0)
+    place, before = (candidates.index(known[0]), known[1]) if known and known[0] in candidates else (None, 0)
     done = before
 
     def play(jobs: Tensor) -> Tensor:
         nonlocal done
-        scenarios, utilities = family.scenarios(int(jobs[:, 1].max()) + 1).take(jobs[:, 1]), torch.empty(len(jobs))
+        scenarios = family.scenarios(int(jobs[:, 1].max()) + 1).take(jobs[:, 1])
+        utilities = torch.empty(len(jobs))
         for part, padded in batches(scenarios.horizon, rows):
             policy = Triggered(*(candidates[number] for number in jobs[padded, 0].tolist()))
             utilities[part] = evaluator.play(policy, scenarios.take(padded)).utility()[: len(part)]
@@ -175,7 +164,8 @@ def schedule(tuned: Tuned, level: str, family: Family, scenarios: Scenarios) -> 
     if level == "best per visible condition":
         return [tuned.visible[condition] for condition in told]
     if level == "oracle":
-        return [tuned.oracle[condition][kind] for condition, kind in zip(told, scenarios.kind.tolist(), strict=True)]
+        kinds = scenarios.kind.tolist()
+        return [tuned.oracle[condition][kind] for condition, kind in zip(told, kinds, strict=True)]
     raise EsperError(f"no schedule is called {level!r}")
 
 
@@ -184,35 +174,36 @@ def play_plans(evaluator: Evaluator, plans: list[Plan], scenarios: Scenarios) ->
 
 
 def play_rule(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) -> Episodes:
-    """The rule watches as the search did, decides, and pays for what it looked at, if it looks at anything."""
+    """The rule watches as the search did, decides, and pays for what it looked at, if anything."""
     looks = any(split is not None for split in tuned.rule.splits)
     early = observe_early(evaluator, scenarios, tuned.preview_steps if looks else 0)
-    chosen = tuned.rule.decide(early.features.double().numpy(), conditions(evaluator.family, scenarios).numpy())
+    told = conditions(evaluator.family, scenarios).numpy()
+    chosen = tuned.rule.decide(early.features.double().numpy(), told)
     done = play_plans(evaluator, [tuned.choices[c] for c in chosen], scenarios)
     return replace(done, spent=done.spent + early.spent)
 
 
 def shuffled(learned: Episodes, family: Family, scenarios: Scenarios, settled: int, seed: int = 0) -> Planned:
-    """A controller's own seeds, as many in every scenario, but at the times, in the slots and of the blueprints of others.
-
-    Only fossils count, and `settled` epochs are what one needs. Each column is permuted over all seeds by itself; two seeds of a
-    row never share a slot.
-    """
+    """A controller's own seeds, as many in every scenario, with the times, slots and blueprints of others.
+    Only fossils count, and `settled` epochs are what one needs. Each column is permuted over all seeds by
+    itself; two seeds of a row never share a slot."""
     kept, slots = births(learned), len(family.host.slots)
-    orders = [uniform(mix(torch.tensor([seed]), Purpose.SHUFFLED_DECISIONS, column), len(kept))[0].argsort() for column in range(3)]
-    rows, times, places, blueprints = (kept[:, 0], *(kept[order, 1 + column] for column, order in enumerate(orders)))
+    mixed = kept.clone()
+    for column in range(3):
+        keys = mix(torch.tensor([seed]), Purpose.SHUFFLED_DECISIONS, column)
+        mixed[:, 1 + column] = kept[uniform(keys, len(kept))[0].argsort(), 1 + column]
     birth = torch.full((len(scenarios), slots), -1)
     kind = torch.zeros_like(birth)
-    for row, epoch, place, blueprint in torch.stack([rows, times, places, blueprints], 1).tolist():
+    for row, epoch, place, blueprint in mixed.tolist():
         free = [(place + turn) % slots for turn in range(slots) if birth[row, (place + turn) % slots] < 0]
-        latest = int(scenarios.horizon[row]) - settled - slots + len(free)  # in time to be kept, after those before
+        latest = int(scenarios.horizon[row]) - settled - slots + len(free)  # in time to be kept
         birth[row, free[0]], kind[row, free[0]] = max(min(epoch, latest), 0), blueprint
     return Planned(birth, kind)
 
 
 def births(done: Episodes) -> Tensor:
     """[seeds, 4] of every fossil: scenario, epoch of its birth, slot, blueprint."""
-    born = {(d.scenario, d.slot): d.epoch for d in done.decisions() if d.op == "GERMINATE"}  # the last one counts
+    born = {(d.scenario, d.slot): d.epoch for d in done.decisions() if d.op == "GERMINATE"}  # the last counts
     places = (done.blueprint >= 0).nonzero().tolist()
     seeds = [(row, born[row, slot], slot, int(done.blueprint[row, slot])) for row, slot in places]
     return torch.tensor(seeds, dtype=torch.int64).view(-1, 4)

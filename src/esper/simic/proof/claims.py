@@ -1,7 +1,8 @@
 """The court: what the evidence supports, and what it does not. Arithmetic only: nothing trains here.
 
-Legend: n scenarios, on which all arms were played and scored alike. Utilities are scores less prices, so a difference of 0.01
-is one point. A claim holds, fails, or is refused because evidence is missing; a do-nothing policy cannot win.
+Legend: n scenarios, on which all arms were played and scored alike. Utilities are scores less prices, so a
+difference of 0.01 is one point. A claim holds, fails, or is refused because evidence is missing; a do-nothing
+policy cannot win.
 """
 
 import math
@@ -14,39 +15,31 @@ from esper.leyline import EsperError
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
-FEWEST = 32
-"""Scenarios below which an interval means little."""
-MARGIN = 0.01
-"""Difference, in score, within which one arm matches another."""
-CONTROLLERS = 3
-"""Independently trained controllers that a finding needs."""
-BEATEN = ("no growth", "random", "periodic", "converged", "gap", "heuristic", "best fixed", "best per visible condition",
-          "shuffled")
+FEWEST = 32  # scenarios; below, an interval means little
+MARGIN = 0.01  # of score, within which one arm matches another
+CONTROLLERS = 3  # trained independently, that a finding needs
+BEATEN = ("no growth", "random", "periodic", "converged", "gap", "heuristic", "best fixed",
+          "best per visible condition", "shuffled")
 """Controls that a controller must beat, each with its whole interval above zero."""
-MATCHED = ("best rule",)
-"""Controls that it must at least match."""
+MATCHED = ("best rule",)  # controls that it must at least match
 BETWEEN = ("best per visible condition", "oracle")
 """It must reach half of the way from the first to the second."""
 REPORTED = ("from scratch, equal epochs", "from scratch, equal FLOPs", "wider host", "oracle")
 """Reported whichever way they fall."""
+MEANS = ("utility", "score", "params", "flops")
 
 
 @dataclass(frozen=True, eq=False)
 class Arm:
     """What one way of deciding delivered on n scenarios, [n] each."""
 
-    scenario: np.ndarray
-    """Keys of the scenarios: arms are compared only where these are equal."""
+    scenario: np.ndarray  # keys: arms are compared only where these are equal
     utility: np.ndarray
     score: np.ndarray
-    params: np.ndarray
-    """Grown, in the delivered network."""
-    flops: np.ndarray
-    """Of the whole episode, in trainings of the bare host; previews and pruned seeds included."""
-    episodes: int = 0
-    """That it was tuned or trained with."""
-    tuned: bool = False
-    """By episodes, so that it must have had as many as the controller."""
+    params: np.ndarray  # grown, in the delivered network
+    flops: np.ndarray  # of the episode, previews and pruned seeds included, in trainings of the bare host
+    episodes: int = 0  # that it was tuned or trained with
+    tuned: bool = False  # by episodes, so that it must have had as many as the controller
 
 
 Arms = Mapping[str, Arm]
@@ -58,18 +51,14 @@ class Claim:
 
     controller: str
     control: str
-    asked: str
-    """beats, matches, half, or reported."""
+    asked: str  # beats, matches, half, or reported
     n: int
     difference: float
     low: float
     high: float
-    improvement: float
-    """Probability that the controller does better on a scenario; ties count half."""
-    needed: int
-    """Scenarios at which the effect that was asked for is found in four of five experiments."""
-    verdict: str
-    """holds, fails, refused, or reported."""
+    improvement: float  # probability that the controller does better on a scenario; ties count half
+    needed: int  # scenarios at which the effect asked for is found in four of five experiments
+    verdict: str  # holds, fails, refused, or reported
     reason: str = ""
 
 
@@ -94,14 +83,14 @@ def improvement(better: np.ndarray, worse: np.ndarray) -> float:
 
 
 def needed(spread: float, effect: float) -> int:
-    """Scenarios at which a mean difference of `effect` passes a two-sided 5 % test with 80 % power, given the spread of
-    paired differences."""
+    """Scenarios at which a mean difference of `effect` passes a two-sided 5 % test with 80 % power."""
     return math.ceil(((1.959964 + 0.841621) * spread / effect) ** 2)
 
 
 def judge(controllers: Mapping[str, Arms], pilot: Mapping[str, Arms], effect: float = 0.02) -> list[Claim]:
-    """`controllers`: for each, its own arm ("learned") and those of its controls. `pilot`: the same on other scenarios and
-    another split, from which the number of scenarios that is needed is estimated before the verdict."""
+    """`controllers`: for each, its own arm ("learned") and those of its controls. `pilot`: the same on other
+    scenarios and another split, from which the number of scenarios that is needed is estimated before the
+    verdict."""
     claims = []
     for name, arms in controllers.items():
         if "learned" not in arms:
@@ -132,24 +121,26 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
     nothing = (0, math.nan, math.nan, math.nan, math.nan, 0)
     if isinstance(differences, str):
         return Claim(name, control, asked, *nothing, "refused", differences)
-    n, spare = len(differences), _paired(pilot, control, asked) if "learned" in pilot else "no pilot was played"
+    n = len(differences)
+    spare = _paired(pilot, control, asked) if "learned" in pilot else "no pilot was played"
     required = 0 if isinstance(spare, str) else max(FEWEST, needed(float(spare.std(ddof=1)), effect))
     low, high = interval(differences)
-    chance = improvement(differences, np.zeros(n))
-    figures = (n, float(differences.mean()), low, high, chance, required)
+    figures = (n, float(differences.mean()), low, high, improvement(differences, np.zeros(n)), required)
     if asked == "reported":
         return Claim(name, control, asked, *figures, "reported")
     passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -MARGIN, high <= -MARGIN),
                     "half": (low >= 0, high < 0)}[asked]
     if asked == "half" and interval(arms[BETWEEN[1]].utility - arms[BETWEEN[0]].utility)[0] <= 0:
-        return Claim(name, control, asked, *figures, "refused", f"{BETWEEN[1]} is not above {BETWEEN[0]}: there is no way to go")
-    if lost:  # no further scenario would help
+        reason = f"{BETWEEN[1]} is not above {BETWEEN[0]}: there is no way to go"
+    elif lost:  # no further scenario would help
         return Claim(name, control, asked, *figures, "fails")
-    if isinstance(spare, str):
-        return Claim(name, control, asked, *figures, "refused", f"pilot: {spare}")
-    if n < required:
-        return Claim(name, control, asked, *figures, "refused", f"{n} scenarios are too few; the pilot asks for {required}")
-    return Claim(name, control, asked, *figures, "holds" if passed else "fails")
+    elif isinstance(spare, str):
+        reason = f"pilot: {spare}"
+    elif n < required:
+        reason = f"{n} scenarios are too few; the pilot asks for {required}"
+    else:
+        return Claim(name, control, asked, *figures, "holds" if passed else "fails")
+    return Claim(name, control, asked, *figures, "refused", reason)
 
 
 def finding(claims: Sequence[Claim]) -> tuple[str, str]:
@@ -158,8 +149,7 @@ def finding(claims: Sequence[Claim]) -> tuple[str, str]:
     controllers = {claim.controller for claim in judged}
     for verdict in ("fails", "refused"):
         if odd := [claim for claim in judged if claim.verdict == verdict]:
-            first = odd[0]
-            what = f"{first.controller} {_VERBS[first.asked]} {first.control}"
+            what = f"{odd[0].controller} {_VERBS[odd[0].asked]} {odd[0].control}"
             return verdict, f"{len(odd)} of {len(judged)} claims, the first: {what}"
     if len(controllers) < CONTROLLERS:
         return "refused", f"{len(controllers)} trained controllers; a finding needs {CONTROLLERS}"
@@ -171,12 +161,10 @@ _VERBS = {"beats": "beats", "matches": "matches", "half": "is half of the way be
 
 def pooled(controllers: Mapping[str, Arms]) -> dict[str, Arm]:
     """Every arm averaged over controllers, scenario by scenario; arms that some lack are left out."""
-    groups = list(controllers.values())
-    shared = [name for name in groups[0] if all(name in group for group in groups)]
-
-    def mean(name: str, what: str) -> np.ndarray:
-        return np.asarray(np.mean([getattr(group[name], what) for group in groups], axis=0))
-
-    return {name: Arm(groups[0][name].scenario, mean(name, "utility"), mean(name, "score"), mean(name, "params"),
-                      mean(name, "flops"), min(group[name].episodes for group in groups), groups[0][name].tuned)
-            for name in shared}
+    groups, arms = list(controllers.values()), {}
+    for name in (name for name in groups[0] if all(name in group for group in groups)):
+        each = [group[name] for group in groups]
+        means = {what: np.asarray(np.mean([getattr(arm, what) for arm in each], axis=0)) for what in MEANS}
+        fewest = min(arm.episodes for arm in each)
+        arms[name] = Arm(each[0].scenario, **means, episodes=fewest, tuned=each[0].tuned)
+    return arms

@@ -1,9 +1,11 @@
-"""The evaluator: every way of deciding goes through the same executor, on the same scenarios, and is scored alike.
+"""The evaluator: every way of deciding goes through the same executor, on the same scenarios, and is scored
+alike.
 
 Legend: n scenarios, S slots.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +17,11 @@ from esper.tamiyo import PolicyBundle, Wait
 from esper.tolaria import EnvConfig, Episodes, Family, MakeEnv, MorphogeneticEnv, Scenarios, Scores, play
 
 WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
-"""Shares by which a static host may be wider; the smallest that has the parameters is taken, at the price of those asked for."""
+"""Shares by which a static host may be wider; the smallest that has the parameters asked for is taken."""
 
 
 class Evaluator:
-    """Plays n scenarios at a time. Scores are those on the validation slice, or on samples that were held out."""
+    """Plays n scenarios at a time, scored on the validation slice or on samples that were held out."""
 
     def __init__(self, config: EnvConfig | Family, held: tuple[Tensor, Tensor] | None = None,
                  make: MakeEnv = MorphogeneticEnv) -> None:
@@ -53,7 +55,7 @@ class Evaluator:
         return self._finish(self.environment(len(scenarios), previews), policy, scenarios)
 
     def from_scratch(self, blueprint: Tensor, scenarios: Scenarios, epochs: Tensor | None = None) -> Episodes:
-        """Topologies [n, S], untrained, for as many epochs as the episode has or as told [n]; schedules are of that length."""
+        """Topologies [n, S], untrained, for the episode's epochs and schedule or as long as told [n]."""
         shown = scenarios if epochs is None else replace(scenarios, horizon=epochs)
         done = self._finish(self.environment(len(scenarios)), Wait(), shown, blueprint)
         trainings = (1 + done.spent) * shown.horizon / scenarios.horizon
@@ -65,21 +67,25 @@ class Evaluator:
         return self.from_scratch(grown.blueprint, scenarios, epochs)
 
     def wider(self, params: Tensor, scenarios: Scenarios) -> Episodes:
-        """Static hosts with at least so many more parameters [n], charged for these; NaN where no host is wide enough."""
+        """Static hosts with at least so many more parameters [n], charged for these; NaN where none has."""
         base = self.family.host
         hosts = [replace(base, widths=tuple(math.ceil(w * share) for w in base.widths)) for share in WIDTHS]
         extra = torch.tensor([host.cost.params - base.cost.params for host in hosts])
         choice = (extra[None] < params[:, None]).sum(1)
-        parts: list[tuple[Tensor, Episodes]] = []
-        for number in choice.clamp(max=len(hosts) - 1).unique().tolist():
-            rows = (choice.clamp(max=len(hosts) - 1) == number).nonzero().flatten()
-            parts.append((rows, self._wide(hosts[number], scenarios.take(rows))))
-        order = torch.cat([rows for rows, _ in parts]).argsort()
-        joined: dict[str, Any] = {name: torch.cat([getattr(done, name) for _, done in parts])[order] for name in ("flops", "spent", "blueprint")}
-        columns = (torch.cat([getattr(done.delivered, name) for _, done in parts])[order] for name in ("loss", "score", "smooth"))
-        delivered = Scores(*(torch.where(choice < len(hosts), column, torch.nan) for column in columns))
-        return replace(parts[0][1], scenarios=scenarios, params=params, delivered=delivered, measured={},
-                       actions=torch.empty(0, len(scenarios), 0), moves=(), **joined)
+        taken = choice.clamp(max=len(hosts) - 1)
+        rows = {number: (taken == number).nonzero().flatten() for number in taken.unique().tolist()}
+        parts = [self._wide(hosts[number], scenarios.take(mine)) for number, mine in rows.items()]
+        order = torch.cat(list(rows.values())).argsort()
+
+        def joined(sources: Sequence[object], *names: str) -> dict[str, Any]:
+            return {name: torch.cat([getattr(source, name) for source in sources])[order] for name in names}
+
+        scores = joined([part.delivered for part in parts], "loss", "score", "smooth")
+        wide = choice < len(hosts)
+        delivered = Scores(**{name: torch.where(wide, score, torch.nan) for name, score in scores.items()})
+        return replace(parts[0], scenarios=scenarios, params=params, delivered=delivered, measured={},
+                       moves=(), actions=torch.empty(0, len(scenarios), 0),
+                       **joined(parts, "flops", "spent", "blueprint"))
 
     def _wide(self, host: Host, scenarios: Scenarios) -> Episodes:
         done = self._finish(self.environment(len(scenarios), host=host), Wait(), scenarios)

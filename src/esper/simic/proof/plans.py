@@ -1,12 +1,12 @@
 """Plans: what to grow where and when, whatever happens; and the best of them at every level of knowledge.
 
-Legend: P plans, K scenarios, S slots. A scenario's training does not depend on its price, so one run is scored at every price.
+Legend: P plans, K scenarios, S slots. A scenario's training does not depend on its price, so one run is
+scored at every price.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,15 +15,13 @@ from torch import Tensor
 
 from esper.leyline import ActionSpec
 from esper.simic.proof.evaluator import Evaluator
-from esper.simic.proof.sweep import DECIDE_AT, conditions, grid, observe_early, prices_of
+from esper.simic.proof.sweep import DECIDE_AT, conditions_at_prices, grid, observe_early, prices_of
 from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes, Rule, decide
 from esper.tamiyo import Planned
 from esper.tolaria import Family, Scenarios, batches, utility
 
-FIRST, SECOND, LAST = 8, 4, 8
-"""Least inits of the three rungs of the search."""
-KEEP = 2
-"""Plans that go on to the last rung from every group of scenarios."""
+FIRST, SECOND, LAST = 8, 4, 8  # least inits of the three rungs of the search
+KEEP = 2  # plans that go on to the last rung from every group of scenarios
 Watch = Callable[[str, int, int], object]
 
 
@@ -71,8 +69,7 @@ class Survey:
         """([K], init numbers [K])."""
         family = self.evaluator.family
         parts = [grid(family, inits, horizon, start) for horizon in sorted(set(family.horizons))]
-        columns = {name: torch.cat([getattr(part, name) for part, _ in parts]) for name in parts[0][0].columns()}
-        return Scenarios(**columns, kinds=family.kinds), torch.cat([number for _, number in parts])
+        return Scenarios.joined([part for part, _ in parts]), torch.cat([number for _, number in parts])
 
     def play(self, plans: Sequence[Plan], scenarios: Scenarios) -> Tensor:
         """[P, K, 3]: score, parameters, extra compute."""
@@ -80,8 +77,10 @@ class Survey:
         results, total = torch.empty(len(jobs), 3), self.episodes + len(jobs)
         for part, padded in batches(scenarios.horizon[jobs[:, 1]], self.rows):
             number, scenario = jobs[padded].unbind(1)
-            done = self.evaluator.play(played([plans[p] for p in number.tolist()], self.spec), scenarios.take(scenario))
-            results[part] = torch.stack([done.delivered.score, done.params.float(), done.spent], 1)[: len(part)]
+            policy = played([plans[p] for p in number.tolist()], self.spec)
+            done = self.evaluator.play(policy, scenarios.take(scenario))
+            ends = torch.stack([done.delivered.score, done.params.float(), done.spent], 1)
+            results[part] = ends[: len(part)]
             self.episodes += len(part)
             self.watch("plans", self.episodes, total)
         return results.view(len(plans), len(scenarios), 3)
@@ -92,15 +91,15 @@ def _priced(family: Family, scenarios: Scenarios, runs: Tensor) -> tuple[np.ndar
     prices = prices_of(family)
     score, params, spent = runs.double().unbind(2)
     worth = torch.cat([utility(score, params, spent, a, b).T for a, b in prices])
-    told = [conditions(family, replace(scenarios, price=torch.full_like(scenarios.price, a),
-                                       flop_price=torch.full_like(scenarios.flop_price, b))) for a, b in prices]
-    return worth.numpy(), torch.cat(told).numpy(), scenarios.kind.repeat(len(prices)).numpy()
+    kind = scenarios.kind.repeat(len(prices))
+    return worth.numpy(), conditions_at_prices(family, scenarios).numpy(), kind.numpy()
 
 
 def _means(utility: np.ndarray, condition: np.ndarray, kind: np.ndarray) -> np.ndarray:
     """[G, P]: over everything, in every condition, and in every condition for every kind."""
     both = condition * (int(kind.max()) + 1) + kind
-    return np.stack([utility[group == value].mean(0) for group in (condition * 0, condition, both) for value in np.unique(group)])
+    return np.stack([utility[group == value].mean(0)
+                     for group in (condition * 0, condition, both) for value in np.unique(group)])
 
 
 def singles(spec: ActionSpec) -> list[Plan]:
@@ -112,8 +111,9 @@ def singles(spec: ActionSpec) -> list[Plan]:
 
 
 def combined(means: np.ndarray, spec: ActionSpec) -> list[Plan]:
-    """From what singles are worth in every group [G, P]: the best seed of each slot with and without each other, and once with
-    the second best in its place; begun at once, and begun when a rule has seen enough."""
+    """From what singles are worth in every group [G, P]: the best seed of each slot with and without each
+    other, and once with the second best in its place; begun at once, and begun when a rule has seen
+    enough."""
     seeds = [name for name in spec.blueprints if name != "noop"]
     found: dict[Plan, None] = dict.fromkeys(singles(spec)[:1])
     for group in (means[:, 1:] - means[:, :1]).reshape(len(means), spec.slots, len(seeds)):
@@ -123,15 +123,18 @@ def combined(means: np.ndarray, spec: ActionSpec) -> list[Plan]:
         if spec.slots <= 4:
             shapes = list(itertools.product((False, True), repeat=spec.slots))
         else:
-            shapes = [tuple(slot in needy[:count] for slot in range(spec.slots)) for count in range(1, spec.slots + 1)]
-        made = [tuple(name if used else None for name, used in zip(best, shape, strict=True)) for shape in shapes]
-        made += [tuple(second[at] if at == slot else name for at, name in enumerate(best)) for slot in range(spec.slots)]
+            shapes = [tuple(slot in needy[:count] for slot in range(spec.slots))
+                      for count in range(1, spec.slots + 1)]
+        made = [tuple(name if used else None for name, used in zip(best, shape, strict=True))
+                for shape in shapes]
+        made += [tuple(second[at] if at == slot else name for at, name in enumerate(best))
+                 for slot in range(spec.slots)]
         found |= {Plan(plan, start): None for plan in made if any(plan) for start in (0, DECIDE_AT)}
     return list(found)
 
 
 def search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int, watch: Watch) -> Search:
-    """At least so many episodes: singles everywhere, then what they suggest, then the best of those on more inits."""
+    """At least so many episodes: singles everywhere, then what they suggest, then the best on more inits."""
     family, survey = evaluator.family, Survey(evaluator, rows, watch)
     drawn, _ = survey.scenarios(0, FIRST)
     worth = _means(*_priced(family, drawn, survey.play(singles(survey.spec), drawn)))
@@ -141,23 +144,24 @@ def search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int, w
     kept = _best(_means(*_priced(family, drawn, runs)), plans)
     plans, runs = [plans[at] for at in kept], runs[kept]
     cells = len(family.kinds) * len(set(family.horizons)) * len(plans)
-    more, numbers = survey.scenarios(FIRST + SECOND, max(LAST, math.ceil((episodes - survey.episodes) / cells)))
+    inits = max(LAST, math.ceil((episodes - survey.episodes) / cells))
+    more, numbers = survey.scenarios(FIRST + SECOND, inits)
     runs = torch.cat([runs, survey.play(plans, more)], 1)
-    everything = Scenarios(**{name: torch.cat([column, getattr(more, name)]) for name, column in drawn.columns().items()},
-                           kinds=family.kinds)
+    everything = Scenarios.joined([drawn, more])
     early = observe_early(evaluator, everything, preview_steps)
     gains, told, kind = _priced(family, everything, runs)
     count = len(prices_of(family))
-    inits = torch.cat([init, numbers]).repeat(count).numpy()
+    init_numbers = torch.cat([init, numbers]).repeat(count).numpy()
     features = early.features.repeat(count, 1).double().numpy()
     late = [at for at, plan in enumerate(plans) if at == 0 or plan.start == DECIDE_AT]
 
     def outcomes(columns: list[int]) -> Outcomes:
-        some = gains[:, columns]
-        return Outcomes([plans[at].name for at in columns], some, some, told, kind, inits, features, early.names)
+        some, names = gains[:, columns], [plans[at].name for at in columns]
+        return Outcomes(names, some, some, told, kind, init_numbers, features, early.names)
 
     best = decide(outcomes(list(range(len(plans)))))
-    return Search(plans[best.fixed], [plans[at] for at in best.visible], [[plans[at] for at in row] for row in best.hidden],
+    oracle = [[plans[at] for at in row] for row in best.hidden]
+    return Search(plans[best.fixed], [plans[at] for at in best.visible], oracle,
                   decide(outcomes(late)).rule, [plans[at] for at in late], survey.episodes)
 
 

@@ -19,7 +19,7 @@ PREPARATIONS: list[Callable[[], object]] = []
 
 
 def in_processes(jobs: int, calls: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, Any]]:
-    """(name, what its call returns), as they end, run in so many processes that share the threads of this one."""
+    """(name, what its call returns), as they end, in so many processes that share the threads of this one."""
     share = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (share, os.getpid(), tuple(PREPARATIONS))) as pool:
         waiting = {pool.submit(call): name for name, call in calls.items()}
@@ -27,10 +27,18 @@ def in_processes(jobs: int, calls: Mapping[str, Callable[[], Any]]) -> Iterator[
             for each in as_completed(waiting):
                 yield waiting[each], each.result()
         except BrokenProcessPool as error:
-            raise EsperError(f"one of {jobs} processes ended early, perhaps for want of memory; use fewer jobs") from error
-        except BaseException:
-            _end(pool)
+            raise EsperError(f"one of {jobs} processes ended early, perhaps for want of memory; "
+                             "use fewer jobs") from error
+        except BaseException:  # nobody waits for what is still being computed
+            workers = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.terminate()
             raise
+
+
+def silent(*told: object) -> None:
+    """Watches nothing; a lambda could not be sent to a process."""
 
 
 def _begin(threads: int, parent: int, preparations: tuple[Callable[[], object], ...]) -> None:
@@ -46,11 +54,3 @@ def _begin(threads: int, parent: int, preparations: tuple[Callable[[], object], 
     threading.Thread(target=watch, daemon=True).start()
     for prepare in preparations:
         prepare()
-
-
-def _end(pool: ProcessPoolExecutor) -> None:
-    """Nobody waits for what is still being computed."""
-    workers = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for worker in workers:
-        worker.terminate()

@@ -1,4 +1,5 @@
-"""The proof: trained controllers against every control, on scenarios and samples that nothing was chosen with.
+"""The proof: trained controllers against every control, on scenarios and samples that nothing was chosen
+with.
 
 Legend: n scenarios. This is the only place that opens a test split.
 """
@@ -13,45 +14,18 @@ from torch import Tensor
 
 from esper.leyline import ActionSpec, EsperError
 from esper.leyline.telemetry import Nowhere, Sink
-from esper.simic.proof.baselines import (
-    LEVELS,
-    Tuned,
-    family_digest,
-    play_plans,
-    play_rule,
-    schedule,
-    shuffled,
-)
-from esper.simic.proof.claims import (
-    BEATEN,
-    Arm,
-    Arms,
-    Claim,
-    finding,
-    interquartile_mean,
-    interval,
-    judge,
-    pooled,
-)
+from esper.simic.proof import baselines, claims as court
+from esper.simic.proof.baselines import LEVELS, Tuned, play_plans
+from esper.simic.proof.claims import BEATEN, MEANS, Arm, Arms, Claim, interval, judge, pooled
 from esper.simic.proof.evaluator import Evaluator
-from esper.simic.proof.processes import in_processes
+from esper.simic.proof.processes import in_processes, silent
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
-from esper.tolaria import (
-    EnvConfig,
-    Episodes,
-    MakeEnv,
-    MorphogeneticEnv,
-    ProofKey,
-    Scenarios,
-    open_test,
-    openings,
-)
+from esper.tolaria import Decision, EnvConfig, Episodes, MakeEnv, MorphogeneticEnv, Scenarios, openings
+from esper.tolaria.tasks import ProofKey, open_test
 
 POOLED, SHARED = "pooled", "all"
 PILOT, SPARE, REHEARSAL = 100_000, 200_000, 300_000
-"""Numbers of their first validation scenarios: of a pilot, of experiments, of a rehearsal. Trainings are watched on those from
-0 on."""
-MEANS = ("utility", "score", "params", "flops")
+"""First validation scenarios of a pilot, experiments and a rehearsal; trainings are watched on 0 and on."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +34,7 @@ class Contestant:
 
     name: str
     make: Callable[[ActionSpec], PolicyBundle]
-    episodes: int
-    """It was trained with."""
+    episodes: int  # that it was trained with
 
 
 @dataclass(frozen=True)
@@ -81,60 +54,56 @@ class ProofConfig:
 
 @dataclass(frozen=True)
 class Proof:
-    claims: list[Claim]
-    """About each controller, then about their mean."""
+    claims: list[Claim]  # about each controller, then about their mean
     verdict: str
     reason: str
-    openings: str
-    """Of the test split, this one included."""
+    openings: str  # of the test split, this one included
 
 
 def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, config: ProofConfig | None = None,
-          sink: Sink | None = None, watch: Callable[[str], object] = lambda what: None, jobs: int = 1,
+          sink: Sink | None = None, watch: Callable[[str], object] = silent, jobs: int = 1,
           make: MakeEnv = MorphogeneticEnv) -> Proof:
-    """Every arm is played in `env`, with the previews that the controllers were trained with; everything that was measured goes
-    to the sink. With several jobs, controllers and the arms that they share are played in processes of their own; contestants
-    must then be such that they can be sent there. `make` makes environments."""
+    """Every arm is played in `env`, with the previews that the controllers were trained with; everything that
+    was measured goes to the sink. With several jobs, controllers and the arms that they share are played in
+    processes of their own; contestants must then be such that they can be sent there. `make` makes
+    environments."""
     config, sink, family = config or ProofConfig(), sink or Nowhere(), env.family
-    if tuned.family_digest != family_digest(family):
-        raise EsperError(f"these controls were tuned for {tuned.family!r} as it was then, not for {family.name!r} as it is; "
-                         "tune them again")
-    pilot = EvaluationSet(env, None, tuned, family.scenarios(config.pilot, "validation", start=PILOT), make)
-    before = ProofResults(pilot.scenarios, pilot.play_all(contestants, jobs, lambda what: watch(f"pilot: {what}"))).arms
+    if tuned.family_digest != baselines.family_digest(family):
+        raise EsperError(f"these controls were tuned for {tuned.family!r} as it was then, "
+                         f"not for {family.name!r} as it is; tune them again")
+    pilot = EvaluationSet(env, None, tuned, family.scenarios(config.pilot, "validation", PILOT), make)
+    played = pilot.play_all(contestants, jobs, lambda what: watch(f"pilot: {what}"))
+    before = ProofResults(pilot.scenarios, played).arms
     if config.rehearsal:
-        chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "validation", start=REHEARSAL))
+        chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "validation", REHEARSAL))
     else:
-        _check_power(judge(before, before, config.effect), config.scenarios)
-        first = secrets.randbits(40)  # nobody could have played these before; the ledger and the result say which they are
-        held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios from {first} on, "
-                                               f"effect {config.effect:g}"))
+        most = max((claim.needed for claim in judge(before, before, config.effect)), default=0)
+        if most > config.scenarios:  # it would be refused for too few
+            raise EsperError(f"the pilot asks for {most} scenarios to find the declared effect, so the test "
+                             f"split stays closed; use --scenarios {most} in another --out")
+        first = secrets.randbits(40)  # nobody could have played these before; the ledger says which they are
+        held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios "
+                                               f"from {first} on, effect {config.effect:g}"))
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "test", first), held=held)
     results = ProofResults(chosen.scenarios, chosen.play_all(contestants, jobs, watch))
     results.record(sink)
     claims = judge(results.arms, before, config.effect)
-    verdict, reason = finding(claims)
-    together = judge({POOLED: pooled(results.arms)}, {POOLED: pooled(before)}, config.effect)
-    results.conclude([*claims, *together], sink)
-    return Proof([*claims, *together], verdict, reason, "none: it is closed" if config.rehearsal else _openings(family.task))
-
-
-def _check_power(pilot: Sequence[Claim], scenarios: int) -> None:
-    """A proof that would be refused for too few scenarios does not open the split."""
-    most = max((claim.needed for claim in pilot), default=0)
-    if most > scenarios:
-        raise EsperError(f"the pilot asks for {most} scenarios to find the declared effect, so the test split stays closed; "
-                         f"use --scenarios {most} in another --out")
+    verdict = court.finding(claims)
+    claims += judge({POOLED: pooled(results.arms)}, {POOLED: pooled(before)}, config.effect)
+    results.conclude(claims, sink)
+    return Proof(claims, *verdict, "none: it is closed" if config.rehearsal else _openings(family.task))
 
 
 def _openings(task: str) -> str:
     known = openings(task)
-    if len(known) == 1:
-        return "this one alone"
-    return f"{len(known)}, this one included; before it: " + "; ".join(f"{o['date']}, {o['reason']}" for o in known[:-1])
+    before = "; ".join(f"{each['date']}, {each['reason']}" for each in known[:-1])
+    return f"{len(known)}, this one included; before it: {before}" if before else "this one alone"
 
 
 Played = dict[str, tuple[Episodes, int | None]]
 """arm -> (what it delivered, episodes that it was tuned or trained with)."""
+Playing = tuple[str, Callable[[], Episodes], int | None]
+"""An arm, what plays it, and those episodes."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +117,13 @@ class EvaluationSet:
     scenarios: Scenarios
     make: MakeEnv
 
-    def play_all(self, contestants: Sequence[Contestant], jobs: int, watch: Callable[[str], object]) -> dict[str, Played]:
+    def play_all(self, contestants: Sequence[Contestant], jobs: int,
+                 watch: Callable[[str], object]) -> dict[str, Played]:
         """What all share, and what every contestant has of its own."""
         parts: dict[str, Contestant | None] = {SHARED: None} | {each.name: each for each in contestants}
         if jobs == 1:
             return {who: self.play(each, watch) for who, each in parts.items()}
-        calls = {who: functools.partial(self.play, each, _silent) for who, each in parts.items()}
+        calls = {who: functools.partial(self.play, each, silent) for who, each in parts.items()}
         played: dict[str, Played] = {}
         for who, part in in_processes(jobs, calls):
             played[who] = part
@@ -169,36 +139,34 @@ class EvaluationSet:
             played[name] = arm(), episodes
         return played
 
-    def _shared(self, evaluator: Evaluator) -> Iterator[tuple[str, Callable[[], Episodes], int | None]]:
+    def _shared(self, evaluator: Evaluator) -> Iterator[Playing]:
         tuned, drawn = self.tuned, self.scenarios
         plays: dict[str, Callable[[], Episodes]] = {
-            "no growth": lambda: evaluator.play(Wait(), drawn), "random": lambda: evaluator.play(Random(), drawn),
+            "no growth": lambda: evaluator.play(Wait(), drawn),
+            "random": lambda: evaluator.play(Random(), drawn),
             "heuristic": lambda: evaluator.play(Heuristic(), drawn, previews=True),
-            "best rule": lambda: play_rule(evaluator, tuned, drawn)}
+            "best rule": lambda: baselines.play_rule(evaluator, tuned, drawn)}
         for name, config in tuned.triggers.items():
             plays[name] = functools.partial(evaluator.play, Triggered(config), drawn)
         for name in LEVELS:
-            plays[name] = functools.partial(play_plans, evaluator, schedule(tuned, name, evaluator.family, drawn), drawn)
+            plans = baselines.schedule(tuned, name, evaluator.family, drawn)
+            plays[name] = functools.partial(play_plans, evaluator, plans, drawn)
         return ((name, play, tuned.episodes.get(name)) for name, play in plays.items())
 
-    def _own(self, evaluator: Evaluator, mind: Contestant) -> Iterator[tuple[str, Callable[[], Episodes], int | None]]:
-        drawn = self.scenarios
-        policy = mind.make(evaluator.config.spec)
+    def _own(self, evaluator: Evaluator, mind: Contestant) -> Iterator[Playing]:
+        drawn, policy = self.scenarios, mind.make(evaluator.config.spec)
         learned = functools.cache(lambda: evaluator.play(policy, drawn, previews=True))
         yield "learned", learned, mind.episodes
-        yield "shuffled", lambda: evaluator.play(shuffled(learned(), evaluator.family, drawn, evaluator.min_epochs_to_keep), drawn), None
+        yield "shuffled", lambda: evaluator.play(baselines.shuffled(
+            learned(), evaluator.family, drawn, evaluator.min_epochs_to_keep), drawn), None
         yield "from scratch, equal epochs", lambda: evaluator.from_scratch(learned().blueprint, drawn), None
         yield "from scratch, equal FLOPs", lambda: evaluator.equal_flops(learned(), drawn), None
         yield "wider host", lambda: evaluator.wider(learned().params, drawn), None
 
 
-def _silent(what: str) -> None:
-    pass
-
-
 def _figures(done: Episodes) -> dict[str, Tensor]:
     """[n] each; FLOPs in trainings of the bare host."""
-    return {"utility": done.utility(), "score": done.delivered.score, "params": done.params, "flops": 1 + done.spent}
+    return dict(zip(MEANS, (done.utility(), done.delivered.score, done.params, 1 + done.spent), strict=True))
 
 
 class ProofResults:
@@ -206,7 +174,8 @@ class ProofResults:
 
     def __init__(self, scenarios: Scenarios, played: Mapping[str, Played]) -> None:
         self.scenarios, self.played = scenarios, played
-        known = {who: {name: self._arm(name, *each) for name, each in part.items()} for who, part in self.played.items()}
+        known = {who: {name: self._arm(name, *each) for name, each in part.items()}
+                 for who, part in self.played.items()}
         shared = known.pop(SHARED)
         self.arms: dict[str, Arms] = {who: shared | own for who, own in known.items()}
 
@@ -219,23 +188,26 @@ class ProofResults:
         """Every arm, scenario by scenario."""
         drawn = self.scenarios
         kinds = [drawn.kinds[kind].name for kind in drawn.kind.tolist()]
-        for who, (name, (done, _)) in ((who, each) for who, part in self.played.items() for each in part.items()):
+        every = ((who, *each) for who, part in self.played.items() for each in part.items())
+        for who, name, (done, _) in every:
             sink.write("arm", {
-                "controller": who, "arm": name, "scenario": torch.arange(len(drawn)), "kind": kinds, "price": drawn.price,
-                "flop_price": drawn.flop_price, "horizon": drawn.horizon, **_figures(done)})
+                "controller": who, "arm": name, "scenario": torch.arange(len(drawn)), "kind": kinds,
+                "price": drawn.price, "flop_price": drawn.flop_price, "horizon": drawn.horizon,
+                **_figures(done)})
             if decisions := done.decisions():
-                columns = zip(("scenario", "epoch", "op", "slot", "blueprint"), zip(*decisions, strict=True), strict=True)
+                columns = zip(Decision._fields, zip(*decisions, strict=True), strict=True)
                 sink.write("decision", {"controller": who, "arm": name, **dict(columns)})
             sink.commit()
 
     def conclude(self, claims: Sequence[Claim], sink: Sink, pool: bool = True) -> None:
-        """What every arm comes to, and what is claimed about them; controllers of one making may be pooled."""
+        """What every arm comes to, and what is claimed; controllers of one making may be pooled."""
         for controller, each in {**self.arms, **({POOLED: pooled(self.arms)} if pool else {})}.items():
             above = {name: arm.utility - each[BEATEN[0]].utility for name, arm in each.items()}
             low, high = zip(*(interval(values) for values in above.values()), strict=True)
             sink.write("summary", {
-                "controller": controller, "arm": list(each), "gain": [float(values.mean()) for values in above.values()],
-                "low": low, "high": high, "middle": [interquartile_mean(values) for values in above.values()],
+                "controller": controller, "arm": list(each), "low": low, "high": high,
+                "gain": [float(values.mean()) for values in above.values()],
+                "middle": [court.interquartile_mean(values) for values in above.values()],
                 **{name: [float(getattr(arm, name).mean()) for arm in each.values()] for name in MEANS},
                 "episodes": [arm.episodes for arm in each.values()]})
         rows = [asdict(claim) for claim in claims]

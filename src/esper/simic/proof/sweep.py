@@ -1,13 +1,14 @@
-"""The sweep: before a controller learns to decide, is there anything to decide? Scripted choices on many scenarios.
+"""The sweep: before a controller learns to decide, is there anything to decide? Scripted choices on many
+scenarios.
 
-Legend: K scenarios, C choices, P prices. A scenario's training does not depend on its price, so every price is scored on the
-same runs.
+Legend: K scenarios, C choices, P prices. A scenario's training does not depend on its price, so every price
+is scored on the same runs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from esper.leyline.keys import Purpose, mix, uniform
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes
 from esper.tamiyo import Scripted, Wait, entry
-from esper.tolaria import EnvConfig, Family, MorphogeneticEnv, Scenarios, play, preview_candidates, utility
+from esper.tolaria import EnvConfig, Family, MorphogeneticEnv, Scenarios, batches, play, utility
+from esper.tolaria.previews import preview_candidates
 
 Script = list[tuple[int, ...]]
 DECIDE_AT = 2
@@ -34,8 +36,8 @@ def full_spec(family: Family) -> ActionSpec:
 def seed_script(spec: ActionSpec, epoch: int, slot: int, blueprint: str, **heads: object) -> Script:
     """Germinate, blend and keep one seed, each as soon as its gate allows."""
     grow = entry(spec, epoch, LifecycleOp.GERMINATE, slot=slot, blueprint=blueprint, **{"tempo": 3} | heads)
-    rest = (entry(spec, epoch + 1, LifecycleOp.ADVANCE, slot=slot), entry(spec, epoch + 2, LifecycleOp.FOSSILIZE, slot=slot))
-    return [grow, *rest]
+    return [grow, entry(spec, epoch + 1, LifecycleOp.ADVANCE, slot=slot),
+            entry(spec, epoch + 2, LifecycleOp.FOSSILIZE, slot=slot)]
 
 
 def choices(family: Family) -> dict[str, Script]:
@@ -47,8 +49,8 @@ def choices(family: Family) -> dict[str, Script]:
         table |= {f"{name} @{slot}": seed_script(spec, DECIDE_AT, slot, name) for name in seeds}
     for name in seeds:
         table[f"{name} @0 late"] = seed_script(spec, DECIDE_AT + 3, 0, name)
-        pair = zip(seed_script(spec, DECIDE_AT, 0, name), seed_script(spec, DECIDE_AT + 1, 1, name), strict=True)
-        table[f"{name} @0+1"] = [line for both in pair for line in both]
+        pair = (seed_script(spec, DECIDE_AT + slot, slot, name) for slot in (0, 1))
+        table[f"{name} @0+1"] = [line for both in zip(*pair, strict=True) for line in both]
     for first, second in ((seeds[-1], seeds[0]), (seeds[0], seeds[-1])):
         prune = entry(spec, DECIDE_AT + 1, LifecycleOp.PRUNE, slot=0)
         again = seed_script(spec, DECIDE_AT + 2, 0, second)
@@ -57,11 +59,12 @@ def choices(family: Family) -> dict[str, Script]:
 
 
 def head_choices(family: Family, slot: int, blueprint: str) -> dict[str, dict[str, Script]]:
-    """For each head that a seed's life depends on: one script per setting, all else equal; the default comes first."""
+    """For each head of a seed's life: one script per setting, all else equal; the default comes first."""
     spec = full_spec(family)
     table: dict[str, dict[str, Script]] = {}
     for head, values in {"style": (0, 1, 2), "tempo": (3, 5, 8), "alpha_target": (1.0, 0.7, 0.5)}.items():
-        table[head] = {f"{head} {value}": seed_script(spec, DECIDE_AT, slot, blueprint, **{head: value}) for value in values}
+        table[head] = {f"{head} {value}": seed_script(spec, DECIDE_AT, slot, blueprint, **{head: value})
+                       for value in values}
     ramps: dict[str, tuple[int, ...]] = {"alpha_speed": (0, 3, 5, 8), "alpha_curve": tuple(range(5))}
     for head, numbers in ramps.items():
         table[head] = {}
@@ -88,18 +91,15 @@ class Sweep:
     feature_names: list[str]
     rollbacks: int
 
-    def outcomes(self, columns: list[int] | None = None) -> Outcomes:
-        """Every scenario at every pair of prices; the choices of these columns (None is all)."""
-        prices = prices_of(self.family)
-        at = torch.arange(len(self.names)) if columns is None else torch.tensor(columns)
-        priced = torch.stack([utility(self.score, self.params[..., None], self.spent[..., None], a, b) for a, b in prices])
-        worth = priced[:, :, at].flatten(0, 1).double().numpy()  # [P * K, C, 2]
-        scenarios = [replace(self.scenarios, price=torch.full_like(self.scenarios.price, a),
-                             flop_price=torch.full_like(self.scenarios.flop_price, b)) for a, b in prices]
-        condition = torch.cat([conditions(self.family, drawn) for drawn in scenarios])
-        return Outcomes([self.names[i] for i in at.tolist()], worth[..., 0], worth[..., 1], condition.numpy(),
-                        self.scenarios.kind.repeat(len(prices)).numpy(), self.init.repeat(len(prices)).numpy(),
-                        self.features.repeat(len(prices), 1).numpy().astype(np.float64), self.feature_names)
+    def outcomes(self) -> Outcomes:
+        """Every scenario at every pair of prices."""
+        prices, params, spent = prices_of(self.family), self.params[..., None], self.spent[..., None]
+        priced = torch.cat([utility(self.score, params, spent, a, b) for a, b in prices])
+        worth, count = priced.double().numpy(), len(prices)  # [P * K, C, 2]
+        return Outcomes(self.names, worth[..., 0], worth[..., 1],
+                        conditions_at_prices(self.family, self.scenarios).numpy(),
+                        self.scenarios.kind.repeat(count).numpy(), self.init.repeat(count).numpy(),
+                        self.features.repeat(count, 1).numpy().astype(np.float64), self.feature_names)
 
 
 def prices_of(family: Family) -> list[tuple[float, float]]:
@@ -108,9 +108,17 @@ def prices_of(family: Family) -> list[tuple[float, float]]:
 
 def conditions(family: Family, scenarios: Scenarios) -> Tensor:
     """[K]: what a policy is told of a scenario (prices and horizon), as a number from 0."""
-    pairs = torch.stack([scenarios.price, scenarios.flop_price], 1)[:, None] == torch.tensor(prices_of(family))
+    mine = torch.stack([scenarios.price, scenarios.flop_price], 1)
+    pairs = mine[:, None] == torch.tensor(prices_of(family))
     horizons = scenarios.horizon[:, None] == torch.tensor(sorted(set(family.horizons)))
     return pairs.all(2).int().argmax(1) * horizons.shape[1] + horizons.int().argmax(1)
+
+
+def conditions_at_prices(family: Family, scenarios: Scenarios) -> Tensor:
+    """[P * K]: the same scenarios at every pair of prices."""
+    return torch.cat([conditions(family, replace(scenarios, price=torch.full_like(scenarios.price, a),
+                                                 flop_price=torch.full_like(scenarios.flop_price, b)))
+                      for a, b in prices_of(family)])
 
 
 def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scenarios, Tensor]:
@@ -118,31 +126,31 @@ def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scen
     number = torch.arange(start, start + inits).repeat_interleave(len(family.kinds))
     drawn = family.draw(mix(torch.full_like(number, Purpose.SWEEP), number))
     kind = torch.arange(len(family.kinds)).repeat(inits)
-    every = torch.full_like(kind, horizon)
-    lr = torch.tensor(family.lrs, dtype=torch.float64)[(uniform(mix(drawn.key, Purpose.SWEEP_RATE), 1)[:, 0] * len(family.lrs)).long()]
-    return replace(drawn, kind=kind, horizon=every, lr=lr), number
+    rate = (uniform(mix(drawn.key, Purpose.SWEEP_RATE), 1)[:, 0] * len(family.lrs)).long()
+    lr = torch.tensor(family.lrs, dtype=torch.float64)[rate]
+    return replace(drawn, kind=kind, horizon=torch.full_like(kind, horizon), lr=lr), number
 
 
-def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: int = 512, preview_steps: int = 30,
-              record: Path | None = None, watch: Callable[[int, int], object] = lambda done, total: None) -> Sweep:
-    """Play every script on `inits` inits of every kind and horizon, `rows` at a time.
-
-    The first round is written to `record`.
-    """
+def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: int = 512,
+              preview_steps: int = 30, record: Path | None = None,
+              watch: Callable[[int, int], object] = lambda done, total: None) -> Sweep:
+    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `record` the first."""
     if inits < 4:
         raise EsperError(f"a sweep of {inits} inits cannot be cross-fitted; use at least 4")
     family, names = config.family, list(scripts)
     total = len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
-    parts, done, rollbacks = [], 0, 0
+    parts: list[tuple[Any, ...]] = []
+    done, rollbacks = 0, 0
     for horizon in sorted(set(family.horizons)):
         scenarios, number = grid(family, inits, horizon)
         early = observe_early(Evaluator(config), scenarios, preview_steps)
         jobs = torch.cartesian_prod(torch.arange(len(scenarios)), torch.arange(len(names)))
         env = MorphogeneticEnv(replace(config, spec=full_spec(family)), min(rows, len(jobs)))
         results = []
-        for part in jobs.split(env.rows):
-            padded = torch.cat([part, part[:1].expand(env.rows - len(part), 2)])
-            episodes = play(env, Scripted([scripts[names[c]] for c in padded[:, 1].tolist()]), scenarios.take(padded[:, 0]))
+        for part, padded in batches(scenarios.horizon[jobs[:, 0]], env.rows):
+            scenario, choice = jobs[padded].unbind(1)
+            policy = Scripted([scripts[names[number]] for number in choice.tolist()])
+            episodes = play(env, policy, scenarios.take(scenario))
             if record is not None and not done:
                 episodes.save(record)
             ends = [*halves(env), episodes.params.float(), episodes.spent]
@@ -150,15 +158,15 @@ def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: i
             done += len(part)
             watch(done, total)
         rollbacks += len(env.rollbacks)
-        parts.append((scenarios, number, torch.cat(results).view(len(scenarios), len(names), 4), early.features))
-    columns = {name: torch.cat([getattr(p[0], name) for p in parts]) for name in parts[0][0].columns()}
-    values = torch.cat([p[2] for p in parts])
-    return Sweep(family, names, Scenarios(**columns, kinds=family.kinds), torch.cat([p[1] for p in parts]), values[..., :2],
-                 values[..., 2], values[..., 3], torch.cat([p[3] for p in parts]), early.names, rollbacks)
+        values = torch.cat(results).view(len(scenarios), len(names), 4)
+        parts.append((scenarios, number, values, early.features))
+    init, values, features = (torch.cat([part[at] for part in parts]) for at in (1, 2, 3))
+    return Sweep(family, names, Scenarios.joined([part[0] for part in parts]), init, values[..., :2],
+                 values[..., 2], values[..., 3], features, early.names, rollbacks)
 
 
 def halves(env: MorphogeneticEnv) -> list[Tensor]:
-    """[N] each, of rows at their horizon: scores of host and fossils on either half of the validation slice."""
+    """[N] each, of rows at their horizon: host and fossils on either half of the validation slice."""
     half = len(env.feed.validation_x) // 2
     return [env.evaluate(env.validation(*part)).delivered.score for part in ((0, half), (half, 2 * half))]
 
@@ -174,7 +182,8 @@ def observe_early(evaluator: Evaluator, scenarios: Scenarios, preview_steps: int
     env = evaluator.make(replace(evaluator.config, previews=None), len(scenarios))
     measured = play(env, Wait(), scenarios, most=DECIDE_AT).measured
     shown = {"train loss": "train_loss", "loss": "all_on.loss", "accuracy": "all_on.score"}
-    columns = {f"{name} {epoch}": measured[key][epoch - 1] for epoch in range(1, DECIDE_AT + 1) for name, key in shown.items()}
+    columns = {f"{name} {epoch}": measured[key][epoch - 1]
+               for epoch in range(1, DECIDE_AT + 1) for name, key in shown.items()}
     columns["gap"] = columns[f"loss {DECIDE_AT}"] - columns[f"train loss {DECIDE_AT}"]
     columns["slope"] = columns[f"loss {DECIDE_AT}"] - columns["loss 1"]
     if preview_steps:

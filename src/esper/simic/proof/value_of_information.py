@@ -1,8 +1,10 @@
-"""What each level of knowledge is worth, from the measured outcomes of scripted choices. Arithmetic only: nothing trains here.
+"""What each level of knowledge is worth, from the measured outcomes of scripted choices. Arithmetic only:
+nothing trains here.
 
-Legend: K scenarios, C choices, F features, V visible conditions; in the search for a rule n training scenarios, S candidates for
-its first split, J for its second. Decisions are chosen on other inits than they are scored on, so that luck earns nothing.
-Standard errors are clustered by init and take the decisions as given: another draw of training inits might decide otherwise.
+Legend: K scenarios, C choices, F features, V visible conditions; in the search for a rule n training
+scenarios, S candidates for its first split, J for its second. Decisions are chosen on other inits than they
+are scored on, so that luck earns nothing. Standard errors are clustered by init and take the decisions as
+given: another draw of training inits might decide otherwise.
 """
 
 import math
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NO_GROWTH, RANDOM, FIXED, VISIBLE, RULE, HIDDEN, SCENARIO = LEVELS = (
-    "no growth", "random choice", "best fixed", "best fixed per visible condition", "best observation-conditioned rule",
-    "best per visible condition and hidden type", "best per scenario")  # fmt: skip
+    "no growth", "random choice", "best fixed", "best fixed per visible condition",
+    "best observation-conditioned rule", "best per visible condition and hidden type", "best per scenario")
 CUTS = 12  # thresholds per feature: 11 quantiles, and one that parts the present from the missing
 
 
@@ -40,17 +42,19 @@ class Outcomes:
 
     def __post_init__(self) -> None:
         scenarios, choices = len(self.init), len(self.names)
-        wanted = {"chosen_on": (scenarios, choices), "scored_on": (scenarios, choices), "visible": (scenarios,),
-                  "hidden": (scenarios,), "features": (scenarios, len(self.feature_names))}  # fmt: skip
+        each, all_choices = (scenarios,), (scenarios, choices)
+        wanted = {"chosen_on": all_choices, "scored_on": all_choices, "visible": each, "hidden": each,
+                  "features": (scenarios, len(self.feature_names))}
         for name, shape in wanted.items():
             if (found := getattr(self, name).shape) != shape:
                 raise EsperError(f"outcomes: {name} has shape {found}, expected {shape}.")
         if choices < 2 or self.names[0] != NO_GROWTH:
-            raise EsperError(f"outcomes: the first of at least two choices must be {NO_GROWTH!r}, found {self.names[:2]}.")
+            raise EsperError(f"outcomes: the first of at least two choices must be {NO_GROWTH!r}, "
+                             f"found {self.names[:2]}.")
         if not (np.isfinite(self.chosen_on).all() and np.isfinite(self.scored_on).all()):
             raise EsperError("outcomes: a utility is not finite; give a failed run the utility it deserves.")
         if scenarios == 0 or min(self.visible.min(), self.hidden.min()) < 0:
-            raise EsperError("outcomes: expected some scenarios, and ids of conditions and types that count from 0.")
+            raise EsperError("outcomes: expected some scenarios, and ids of conditions and types from 0 on.")
 
 
 class Estimate(NamedTuple):
@@ -67,30 +71,31 @@ class Level:
     standard_error: float
     gain: float  # over no growth, scenario by scenario
     gain_error: float
-    choices_taken: dict[tuple[int, ...], str]  # most often; by (0,), (visible,) or (visible, hidden); or nothing
+    choices_taken: dict[tuple[int, ...], str]  # most often; by (0,), (visible,), (visible, hidden) or nothing
     scores: np.ndarray = field(repr=False)  # [repeats, K], or [1, K] where nothing is cross-fitted
     init: np.ndarray = field(repr=False)  # [K]
 
 
 class Split(NamedTuple):
     feature: int
-    cut: float | None
-    """None parts the present from the missing."""
+    cut: float | None  # None parts the present from the missing
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
     """A tree of at most two splits in a row; each of its four leaves holds a choice per visible condition."""
 
-    splits: tuple[Split | None, Split | None, Split | None]  # the first, that of its low side, that of its high side
+    splits: tuple[Split | None, Split | None, Split | None]  # the first, those of its low and high side
     choices: tuple[tuple[int, ...], ...]  # [4, V], leaves from low-low to high-high
 
     def decide(self, features: np.ndarray, visible: np.ndarray) -> np.ndarray:
         return np.array(self.choices)[_leaf(self.splits, features), visible]
 
     def describe(self, feature_names: list[str]) -> str:
-        first, low, high = ("no split" if split is None else f"{feature_names[split.feature]} present" if split.cut is None
-                            else f"{feature_names[split.feature]} ≤ {split.cut:.4g}" for split in self.splits)  # fmt: skip
+        first, low, high = (
+            "no split" if at is None else
+            feature_names[at.feature] + (" present" if at.cut is None else f" ≤ {at.cut:.4g}")
+            for at in self.splits)
         return f"{first}; if so: {low}; else: {high}"
 
 
@@ -99,37 +104,35 @@ def _low(values: np.ndarray, cut: float | np.ndarray) -> np.ndarray:
 
 
 def _leaf(splits: tuple[Split | None, ...], features: np.ndarray) -> np.ndarray:
-    first, low, high = (~_low(features[:, at.feature], math.inf if at.cut is None else at.cut) if at else np.zeros(len(features), bool) for at in splits)
+    first, low, high = (~_low(features[:, at.feature], math.inf if at.cut is None else at.cut)
+                        if at else np.zeros(len(features), bool) for at in splits)
     return 2 * first + np.where(first, high, low)
 
 
 def knowledge(outcomes: Outcomes, folds: int = 2, repeats: int = 10, seed: int = 0) -> list[Level]:
-    """One level per entry of LEVELS, in that order. A condition or type that training never met gets the coarser level's choice.
+    """One level per entry of LEVELS; a condition or type that training never met gets the coarser choice.
 
-    "Best per scenario" alone sees the run it is scored on (one look at its other slice), so it keeps that run's luck: where runs
-    differ it is out of a policy's reach, and where the slices are noisy it can fall below the level before.
+    "Best per scenario" alone sees the run it is scored on (its other slice), so it keeps that run's luck: it
+    is out of a policy's reach where runs differ, and may fall below the level before where slices are noisy.
     """
-    visible, scored, init = outcomes.visible, outcomes.scored_on, outcomes.init
+    visible, hidden, scored, init = outcomes.visible, outcomes.hidden, outcomes.scored_on, outcomes.init
     fold_rng, rule_rng = np.random.default_rng(seed).spawn(2)
     taken = {name: np.zeros((repeats, len(init)), int) for name in (FIXED, VISIBLE, RULE, HIDDEN)}
     for repeat, train, held in _folds(init, folds, repeats, fold_rng):
         best = decide(outcomes, train, rule_rng)
         taken[FIXED][repeat, held] = best.fixed
         taken[VISIBLE][repeat, held] = best.visible[visible[held]]
-        taken[HIDDEN][repeat, held] = best.hidden[visible[held], outcomes.hidden[held]]
+        taken[HIDDEN][repeat, held] = best.hidden[visible[held], hidden[held]]
         taken[RULE][repeat, held] = best.rule.decide(outcomes.features[held], visible[held])
     rows = np.arange(len(init))
     scores = {name: scored[rows, choice] for name, choice in taken.items()}
     scores |= {NO_GROWTH: scored[None, :, 0], RANDOM: scored[None, :, 1:].mean(2)}
     scores[SCENARIO] = scored[rows, outcomes.chosen_on.argmax(1)][None]
-    by = {FIXED: [visible * 0], VISIBLE: [visible], HIDDEN: [visible, outcomes.hidden]}
-    levels = []
-    for name in LEVELS:
-        mean, gain = _estimate(scores[name], init), _estimate(scores[name] - scores[NO_GROWTH], init)
-        modes = _modes(taken[name], *by[name]) if name in by else {}
-        names = {group: outcomes.names[choice] for group, choice in modes.items()}
-        levels.append(Level(name, *mean, *gain, names, scores[name], init))
-    return levels
+    by = {FIXED: [visible * 0], VISIBLE: [visible], HIDDEN: [visible, hidden]}
+    modes = {name: _modes(taken[name], *ids) for name, ids in by.items()}
+    return [Level(name, *_estimate(scores[name], init), *_estimate(scores[name] - scores[NO_GROWTH], init),
+                  {group: outcomes.names[choice] for group, choice in modes.get(name, {}).items()},
+                  scores[name], init) for name in LEVELS]
 
 
 def gap(levels: list[Level], lower: str, upper: str) -> Estimate:
@@ -139,12 +142,12 @@ def gap(levels: list[Level], lower: str, upper: str) -> Estimate:
 
 
 def share(levels: list[Level]) -> Estimate:
-    """How much of what the hidden type adds to the visible condition the rule captures; NaN where that is within noise of 0."""
+    """How much of what the hidden type adds to the visible condition the rule captures; NaN within noise."""
     scores, whole = {level.name: level.scores for level in levels}, gap(levels, VISIBLE, HIDDEN)
     if whole.value <= 2 * whole.standard_error:
         return Estimate(math.nan, math.nan)
     part = gap(levels, VISIBLE, RULE).value / whole.value
-    rest = scores[RULE] - part * scores[HIDDEN] - (1 - part) * scores[VISIBLE]  # the error of a ratio, to first order
+    rest = scores[RULE] - part * scores[HIDDEN] - (1 - part) * scores[VISIBLE]  # a ratio, to first order
     return Estimate(part, _estimate(rest, levels[0].init).standard_error / whole.value)
 
 
@@ -157,16 +160,18 @@ class Decisions(NamedTuple):
     rule: Rule
 
 
-def decide(outcomes: Outcomes, train: np.ndarray | None = None, rng: np.random.Generator | None = None) -> Decisions:
-    """What these scenarios [K] (None is all) suggest; `knowledge` says what such decisions are worth on others."""
+def decide(outcomes: Outcomes, train: np.ndarray | None = None,
+           rng: np.random.Generator | None = None) -> Decisions:
+    """What these scenarios [K] (None is all) suggest; `knowledge` says what that is worth on others."""
     train = np.ones(len(outcomes.init), bool) if train is None else train
-    utility, visible, hidden = _centred(outcomes.chosen_on)[train], outcomes.visible[train], outcomes.hidden[train]
+    utility = _centred(outcomes.chosen_on)[train]
+    visible, hidden = outcomes.visible[train], outcomes.hidden[train]
     conditions, types = int(outcomes.visible.max()) + 1, int(outcomes.hidden.max()) + 1
     fixed = int(utility.sum(0).argmax())
     by_visible = _best(utility, visible, np.full(conditions, fixed))
     by_hidden = _best(utility, visible * types + hidden, np.repeat(by_visible, types))
-    rng = rng or np.random.default_rng(0)
-    rule = _fit_rule(outcomes.features[train], utility, visible, outcomes.init[train], conditions, rng)
+    rule = _fit_rule(outcomes.features[train], utility, visible, outcomes.init[train], conditions,
+                     rng or np.random.default_rng(0))
     return Decisions(fixed, by_visible, by_hidden.reshape(conditions, types), rule)
 
 
@@ -177,12 +182,10 @@ class HeadEffect:
     best: dict[tuple[int, ...], int]  # by (group,): the setting most often chosen
 
 
-def head_effects(values: np.ndarray, init: np.ndarray, group: np.ndarray | None = None, folds: int = 2, repeats: int = 10,
-                 seed: int = 0) -> HeadEffect:  # fmt: skip
-    """What one action head is worth: values [K, settings], all else equal, the default in column 0.
-
-    With `group` (a condition or hidden type per scenario) the best setting is chosen in each: a head may matter only so.
-    """
+def head_effects(values: np.ndarray, init: np.ndarray, group: np.ndarray | None = None, folds: int = 2,
+                 repeats: int = 10, seed: int = 0) -> HeadEffect:
+    """What one action head is worth: values [K, settings], all else equal, the default in column 0. The best
+    setting is chosen in each `group` (a condition or hidden type per scenario): a head may matter only so."""
     group = np.zeros(len(init), int) if group is None else group
     choice = np.zeros((repeats, len(init)), int)
     for repeat, train, held in _folds(init, folds, repeats, np.random.default_rng(seed)):
@@ -202,9 +205,9 @@ def render(levels: list[Level], title: str = "What knowledge is worth, in points
     for level in levels:
         gain = "" if level.name == NO_GROWTH else _points(Estimate(level.gain, level.gain_error), "+")
         table.add_row(level.name, _points(Estimate(level.mean, level.standard_error)), gain)
-    part = share(levels)
+    part, whole = share(levels), _points(gap(levels, VISIBLE, HIDDEN), "+")
     captured = "within noise" if math.isnan(part.value) else f"the rule: {_points(part)} % of it"
-    table.caption = f"hidden type over visible condition: {_points(gap(levels, VISIBLE, HIDDEN), '+')}; {captured}"
+    table.caption = f"hidden type over visible condition: {whole}; {captured}"
     return table
 
 
@@ -212,11 +215,13 @@ def _points(estimate: Estimate, sign: str = "") -> str:
     return f"{100 * estimate.value:{sign}.1f} ± {100 * estimate.standard_error:.1f}"
 
 
-def _folds(init: np.ndarray, folds: int, repeats: int, rng: np.random.Generator) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _folds(init: np.ndarray, folds: int, repeats: int,
+           rng: np.random.Generator) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """(repeat, training [K], held out [K]): whole inits are held out, each once per repeat."""
     distinct, index = np.unique(init, return_inverse=True)
     if not 2 <= folds <= len(distinct):
-        raise EsperError(f"gaps: cannot part {len(distinct)} inits in {folds} folds; measure at least 4 inits, and use 2 folds.")
+        raise EsperError(f"gaps: cannot part {len(distinct)} inits in {folds} folds; "
+                         "measure at least 4 inits, and use 2 folds.")
     for repeat in range(repeats):
         fold = (rng.permutation(len(distinct)) % folds)[index]
         for held in range(folds):
@@ -224,11 +229,11 @@ def _folds(init: np.ndarray, folds: int, repeats: int, rng: np.random.Generator)
 
 
 def _centred(utility: np.ndarray) -> np.ndarray:
-    return utility - utility.mean(1, keepdims=True)  # changes no comparison of choices or splits, and keeps float32 sums small
+    return utility - utility.mean(1, keepdims=True)  # changes no comparison, and keeps float32 sums small
 
 
 def _best(utility: np.ndarray, group: np.ndarray, fallback: np.ndarray) -> np.ndarray:
-    """[G] the choice with the highest utility in each group; its fallback [G] where a group has no scenario."""
+    """[G] the choice with the highest utility in each group; its fallback [G] where a group is empty."""
     sums = np.zeros((len(fallback), utility.shape[1]))
     np.add.at(sums, group, utility)
     return np.where(np.bincount(group, minlength=len(fallback)) > 0, sums.argmax(1), fallback)
@@ -242,19 +247,18 @@ def _modes(choice: np.ndarray, *ids: np.ndarray) -> dict[tuple[int, ...], int]:
 
 
 def _estimate(scores: np.ndarray, init: np.ndarray) -> Estimate:
-    """Mean of scores [repeats, K]; its error is that of one repeat (with inits of equal size: of the per-init means).
-
-    The error of the mean over repeats would be a fifth too small where choices are nearly tied: repeats share their inits.
-    """
+    """Mean of scores [repeats, K]; its error is that of one repeat (with inits of equal size: of per-init
+    means). That of the mean over repeats would be a fifth too small where choices are nearly tied: they share
+    inits."""
     distinct, index = np.unique(init, return_inverse=True)
     off = np.array([np.bincount(index, row - row.mean()) for row in scores])  # [repeats, inits]
     variance = (off**2).sum(1).mean() * len(distinct) / (len(distinct) - 1) / len(init) ** 2
     return Estimate(float(scores.mean()), float(np.sqrt(variance)))
 
 
-def _fit_rule(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, init: np.ndarray, conditions: int,
-              rng: np.random.Generator) -> Rule:  # fmt: skip
-    """Searches always find something: the depth that other inits confirm (0, 1 or 2) is the depth that is used."""
+def _fit_rule(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, init: np.ndarray,
+              conditions: int, rng: np.random.Generator) -> Rule:
+    """Searches always find something: the depth (0, 1 or 2) that other inits confirm is used."""
     confirmed = np.zeros(3)
     for _, train, held in _folds(init, 2, 1, rng):
         for depth, rule in enumerate(_grow(features[train], utility[train], visible[train], conditions)):
@@ -264,7 +268,7 @@ def _fit_rule(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, in
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Thousands of small products: on busy cores threads that wait for each other made them 40 times slower."""
+    """Thousands of small products: threads that wait for each other made them 40 times slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -275,14 +279,12 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, conditions: int) -> list[Rule]:
-    """The best rules of depth 0, 1 and 2.
-
-    A first split that is useless alone may be the right one (exclusive or), so the most even split of every feature is tried
-    first, as are the best splits of the 16 most promising ones, each followed by the best of all second splits on either side.
-    """
+    """The best rules of depth 0, 1 and 2. A first split that is useless alone may be the right one (exclusive
+    or), so the most even split of every feature is tried, too, beside those of the 16 most promising ones."""
     min_leaf = max(10, 4 * conditions)
     columns, cuts, low = _candidates(features, min_leaf)
-    splits = [*(Split(c, None if math.isinf(cut) else cut) for c, cut in zip(columns.tolist(), cuts.tolist(), strict=True)), None]
+    pairs = zip(columns.tolist(), cuts.tolist(), strict=True)
+    splits = [*(Split(column, None if math.isinf(cut) else cut) for column, cut in pairs), None]
     second = np.hstack([low, np.ones((len(low), 1))]).astype(np.float32)
     alone = _split_values(second[:, -1:], second, utility, visible, min_leaf)[0, 0]
     uneven = np.abs(low.mean(0) - 0.5)
@@ -292,10 +294,13 @@ def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, condit
     values = _split_values(second[:, first], second, utility, visible, min_leaf)
     place = values.max(2).sum(0).argmax()
     at_low, at_high = values[:, place].argmax(1)
-    shapes = [(None, None, None), (splits[alone.argmax()], None, None), (splits[first[place]], splits[at_low], splits[at_high])]
+    shapes = [(None, None, None), (splits[alone.argmax()], None, None),
+              (splits[first[place]], splits[at_low], splits[at_high])]
     by_visible = _best(utility, visible, np.full(conditions, utility.sum(0).argmax()))
-    tables = [_best(utility, _leaf(shape, features) * conditions + visible, np.tile(by_visible, 4)) for shape in shapes]
-    return [Rule(shape, tuple(map(tuple, table.reshape(4, conditions).tolist()))) for shape, table in zip(shapes, tables, strict=True)]
+    tables = [_best(utility, _leaf(shape, features) * conditions + visible, np.tile(by_visible, 4))
+              for shape in shapes]
+    return [Rule(shape, tuple(map(tuple, table.reshape(4, conditions).tolist())))
+            for shape, table in zip(shapes, tables, strict=True)]
 
 
 def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -303,21 +308,21 @@ def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.nda
     present = np.isfinite(features)
     ordered = np.sort(np.where(present, features, np.nan), axis=0)  # the missing come last
     places = (np.arange(1, CUTS)[:, None] * present.sum(0) + CUTS - 1) // CUTS - 1
-    after = np.minimum(places + 1, np.maximum(present.sum(0) - 1, 0))  # cuts lie midway: a held-out neighbour stays on its side
+    after = np.minimum(places + 1, np.maximum(present.sum(0) - 1, 0))  # midway, or neighbours change sides
     between = (np.take_along_axis(ordered, places, 0) + np.take_along_axis(ordered, after, 0)) / 2
     quantiles = np.vstack([between, np.full(features.shape[1], np.inf)])
     pairs = [(column, cut) for column, cuts in enumerate(quantiles.T) for cut in np.unique(cuts)]
-    columns, cuts = np.array([column for column, _ in pairs], int), np.array([cut for _, cut in pairs], float)
+    columns, cuts = np.array([column for column, _ in pairs], int), np.array([cut for _, cut in pairs])
     low = _low(features[:, columns], cuts)
     usable = np.minimum(low.sum(0), (~low).sum(0)) >= min_leaf
     return columns[usable], cuts[usable], low[:, usable]
 
 
-def _split_values(first: np.ndarray, second: np.ndarray, utility: np.ndarray, visible: np.ndarray, min_leaf: int) -> np.ndarray:
-    """[2, S, J] utility of the low and the high side of each first split [n, S], divided by each second split [n, J].
-
-    1 is low. The last column of both is all low, which is no split, and makes its sums those of whole sides.
-    """
+def _split_values(first: np.ndarray, second: np.ndarray, utility: np.ndarray, visible: np.ndarray,
+                  min_leaf: int) -> np.ndarray:
+    """[2, S, J] utility of the low and high side of each first split [n, S], divided by each second split [n,
+    J]. 1 is low. The last column of both is all low, which is no split, and makes its sums those of whole
+    sides."""
     value = np.zeros((4, first.shape[1], second.shape[1]), np.float32)
     for condition in np.unique(visible):
         rows = visible == condition
