@@ -338,7 +338,7 @@ def test_leave_one_out_is_the_true_effect_on_an_additive_toy() -> None:
     net = population.extract(0)
     with torch.no_grad():
         whole = net(x.double()).softmax(1).gather(1, y[:, None]).mean()
-        net.grafts[0].alpha = 0.0
+        net.grafts[0].alpha.fill_(0.0)
         bare = net(x.double()).softmax(1).gather(1, y[:, None]).mean()
     assert float(evidence.contribution.value[0, 0]) == pytest.approx(float(whole - bare), abs=1e-6)
     assert abs(float(whole - bare)) > 1e-3

@@ -446,7 +446,7 @@ def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> N
     world, controller = training.world, training.agent.controller
     buffer = training.agent.buffer(world.steps, CONFIG.rows)
     drawn = FAMILY.scenarios(CONFIG.rows)
-    world.collect(training.agent, drawn, buffer, CONFIG.seed)
+    world.collect(training.agent, drawn, buffer, (CONFIG.seed,))
     first = buffer["privileged"][0]
     assert first.shape == (CONFIG.rows, len(PRIVILEGED))
     told = dict(zip(PRIVILEGED, first.unbind(1), strict=True))

@@ -46,7 +46,8 @@ def _text(help: str, key: bool = False) -> Metric:
 
 def _columns(metrics: Mapping[str, UpdateMetric]) -> dict[str, Metric]:
     """What an update reports, as columns."""
-    return {name: Metric("INTEGER" if m.whole else "REAL", m.help, m.unit, m.low, m.high) for name, m in metrics.items()}
+    return {name: Metric("INTEGER" if metric.whole else "REAL", metric.help, metric.unit, metric.low, metric.high)
+            for name, metric in metrics.items()}
 
 
 _WHERE = {"round": _key("rounds before this one"), "epoch": _key("of the episode, 1 is the first", low=1),

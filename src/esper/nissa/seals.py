@@ -50,7 +50,8 @@ def damage(connection: sqlite3.Connection) -> str:
         return f"its tables are not those of schema {SCHEMA}"
     seals = dict(connection.execute(f"SELECT scope, digest FROM {SEAL}"))
     for scope, sealed in seals.items():
-        if scope != ALL and not scope.removeprefix("round ").isdigit() or digest(connection, scope) != sealed:
+        known = scope == ALL or scope.removeprefix("round ").isdigit()
+        if not known or digest(connection, scope) != sealed:
             return f"the rows of {'all tables' if scope == ALL else scope} are not those that were sealed"
     return "" if ALL in seals else _unsealed(connection, seals)
 
@@ -63,6 +64,7 @@ def _unsealed(connection: sqlite3.Connection, seals: Mapping[str, str]) -> str:
         if scope_of(number) not in seals:
             return f"{scope_of(number)} has no seal"
     for table in TABLES:
-        if table != SEAL and not by_round(table) and connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
+        own = table != SEAL and not by_round(table)
+        if own and connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
             return f"table {table} has rows that were never sealed"
     return ""

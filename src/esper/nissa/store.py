@@ -80,8 +80,8 @@ class Store:
         self.waiting.append((table, list(zip(*(whole.get(name, none) for name in metrics), strict=True))))
 
     def commit(self) -> None:
-        """Write what is waiting, all of it or nothing, and seal it: digests of the rounds that it touches, or of
-        everything where there are no rounds."""
+        """Write what is waiting, all of it or nothing, and seal it: digests of the rounds that it touches, or
+        of everything where there are no rounds."""
         rounds = {row[0] for table, rows in self.waiting if by_round(table) for row in rows}
         with self._writing():
             for table, rows in self.waiting:

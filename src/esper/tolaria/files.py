@@ -10,6 +10,8 @@ import math
 import os
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,12 @@ def data_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "esper"
 
 
-def write_data(path: Path, content: bytes) -> None:
-    """Into the data directory, which is made where it is missing."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around a write into the data directory, which is made where it is missing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, content)
+        yield
     except (OSError, EsperError) as error:
         raise EsperError(f"cannot write {path} ({error}); "
                          "set ESPER_DATA to a folder you can write to") from error
@@ -67,7 +70,8 @@ def _digest(recipe: str, arrays: Samples) -> str:
 
 def write_cache(path: Path, recipe: str, arrays: Samples) -> None:
     tensors = {name: np.ascontiguousarray(array) for name, array in zip("xy", arrays, strict=True)}
-    write_data(path, save(tensors, {"sha256": _digest(recipe, arrays)}))
+    with writing(path):
+        atomic_write(path, save(tensors, {"sha256": _digest(recipe, arrays)}))
 
 
 def read_cache(path: Path, recipe: str) -> Samples:
@@ -96,8 +100,9 @@ def registered_folders() -> dict[str, str]:
 
 def register_folder(task: str, folder: Path) -> None:
     folders = registered_folders() | {task: str(folder)}
-    data_directory().mkdir(parents=True, exist_ok=True)
-    write_json(data_directory() / "folders.json", "folders", {"folders": folders})
+    path = data_directory() / "folders.json"
+    with writing(path):
+        write_json(path, "folders", {"folders": folders})
 
 
 def find_file(folder: Path, name: str) -> Path | None:

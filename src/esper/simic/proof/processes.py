@@ -20,8 +20,8 @@ PREPARATIONS: list[Callable[[], object]] = []
 
 def in_processes(jobs: int, calls: Mapping[str, Callable[[], Any]]) -> Iterator[tuple[str, Any]]:
     """(name, what its call returns), as they end, in so many processes that share the threads of this one."""
-    share = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (share, os.getpid(), tuple(PREPARATIONS))) as pool:
+    given = max(1, torch.get_num_threads() // jobs), os.getpid(), tuple(PREPARATIONS)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin, given) as pool:
         waiting = {pool.submit(call): name for name, call in calls.items()}
         try:
             for each in as_completed(waiting):
