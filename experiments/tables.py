@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -308,8 +308,7 @@ def settings() -> str:
 def documented(kind: type) -> dict[str, str]:
     """field -> the docstring below it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
-    pairs = zip(body, body[1:], strict=False)
-    return {field.target.id: " ".join(ast.literal_eval(text.value).split()) for field, text in pairs  # type: ignore[union-attr]
+    return {field.target.id: " ".join(ast.literal_eval(text.value).split()) for field, text in pairwise(body)  # type: ignore[union-attr]
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)}
 
 

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from esper.leyline import RELEVANCE, EsperError, Head, LifecycleOp, Observation
 from esper.simic import TamiyoRolloutBuffer, compute_causal_masks, compute_per_head_advantages

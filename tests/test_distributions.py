@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from esper.leyline import ALPHA_SPEEDS, ActionSpec, EsperError, Head, InvalidStateMachineError, LifecycleOp
 from esper.tamiyo import ActionDistribution, ActionLogits, MaskedCategorical

@@ -14,8 +14,15 @@ from experiments.toys import WorldCollector
 
 from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, Observation, StateFormatError
 from esper.leyline.storage import read_state, write_state
-from esper.simic import AnomalyDetector, Outcome, PPOAgent, PPOConfig, PPOUpdateMetrics, Thresholds
-from esper.simic import ppo as ppo_module
+from esper.simic import (
+    AnomalyDetector,
+    Outcome,
+    PPOAgent,
+    PPOConfig,
+    PPOUpdateMetrics,
+    Thresholds,
+    ppo as ppo_module,
+)
 from esper.simic.buffer import parts_of
 from esper.simic.metrics import METRICS, check_metrics
 from esper.tamiyo import Controller, Learned, NetworkConfig, Normaliser

@@ -12,8 +12,7 @@ from experiments import orchard
 from experiments.orchard import FAMILY, Gardener, Orchard
 from torch import Tensor
 
-from esper.cli import main
-from esper.cli import prove as prove_cli
+from esper.cli import main, prove as prove_cli
 from esper.leyline import EsperError, View
 from esper.leyline.codec import to_dict
 from esper.nissa import Store, read

@@ -46,8 +46,8 @@ def _text(help: str, key: bool = False) -> Metric:
 
 def _columns(metrics: Mapping[str, UpdateMetric]) -> dict[str, Metric]:
     """What an update reports, as columns."""
-    return {name: Metric("INTEGER" if metric.whole else "REAL", metric.help, metric.unit, metric.low, metric.high)
-            for name, metric in metrics.items()}
+    return {name: Metric("INTEGER" if m.whole else "REAL", m.help, m.unit, m.low, m.high)
+            for name, m in metrics.items()}
 
 
 _WHERE = {"round": _key("rounds before this one"), "epoch": _key("of the episode, 1 is the first", low=1),
@@ -63,7 +63,8 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
         **{f"reward_{name}": _real(f"its part for {why}", "score", -10, 10) for name, why in _REWARD.items()},
         "score": _real("of the network, delivered at the end", "", 0, 1),
         "twin": _real("of the twin at the same clock", "", 0, 1), "loss": _real("validation", "nats", 0),
-        "smooth": _real("smooth validation score", "", 0, 1), "train_loss": _real("mean of the epoch", "nats", 0),
+        "smooth": _real("smooth validation score", "", 0, 1),
+        "train_loss": _real("mean of the epoch", "nats", 0),
         "params": _int("of live seeds"), "spent": _real("extra FLOPs, share of the host's", "", 0),
         "rolled_back": _int("by the governor"), "done": _int("the episode ended here"),
     },
