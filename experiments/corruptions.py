@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from esper.simic.proof.baselines import Tuned
 from esper.tamiyo import Random
 from esper.tamiyo.minds import read_mind, shipped
 from esper.tolaria import Episodes, MorphogeneticEnv, Twins, files, find_family, openings, play
-from esper.tolaria.openings import ledger, log_opening
 from experiments.shared import parser, write
 
 Reader = Callable[[Path], Any]
+LEDGER = import_module("esper.tolaria.openings")
 
 
 def _bytes_of(load: Callable[[Path], Any]) -> Reader:
@@ -98,12 +99,12 @@ def make(folder: Path) -> dict[str, Path]:
     shutil.copy(Path(__file__).parent / "proof" / "mlp" / "controls.json", folder / "controls.json")
     write_json(folder / "declaration.json", "declaration", {"effect": 0.02, "scenarios": 256})
     files.register_folder("fashion", folder)
-    log_opening("digits", "a rehearsal of the ledger")
-    log_opening("digits", "another one")
+    LEDGER.log_opening("digits", "a rehearsal of the ledger")
+    LEDGER.log_opening("digits", "another one")
     made = {name: folder / name for name in READERS if (folder / name).exists()}
     made |= {name: folder / "run" / name for name in READERS if (folder / "run" / name).exists()}
     made |= {name: files.data_directory() / name for name in ("folders.json", "digits-train.safetensors")}
-    return made | {"openings.json": ledger()}
+    return made | {"openings.json": LEDGER.ledger()}
 
 
 def corrupt(data: bytes, draw: random.Random) -> bytes:

@@ -6,7 +6,6 @@
 trained side by side. Writes experiments/results/paper_table.json.
 """
 
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from esper.tamiyo import Wait
 from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, ProofKey, load_task, open_test, play
 from experiments.shared import parser, write
 
-HOSTS["linear"] = replace(HOSTS["mlp"], stage=lambda inputs, outputs, taps: nn.Linear(inputs, outputs))
+HOSTS["linear"] = HOSTS["mlp"]._replace(stage=lambda inputs, outputs, taps: nn.Linear(inputs, outputs))
 BLUEPRINTS["linear", "noop"] = Blueprint("noop", lambda shape: Nothing(), ("linear",), SeedKind.NOTHING)
 
 PAPER = {"linear": 0.32, "mlp": 0.68, "conv1d": 0.94}

@@ -25,7 +25,7 @@ def test_a_lifecycle_is_learned_to_near_its_optimum() -> None:
 
 
 def test_a_critic_that_is_told_of_luck_lets_the_rest_be_learned() -> None:
-    told, blind = ([lottery(seed, tell, updates=28)["right"] for seed in (1, 2)] for tell in (True, False))
+    told, blind = ([lottery(seed, tell, updates=40)["right"] for seed in range(2)] for tell in (True, False))
     assert min(told) > 0.9
     assert max(blind) < 0.3
 

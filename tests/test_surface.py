@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "horizons 8": (lambda: family(horizons=8), "horizons of family 'x' is a int; expected a tuple"),
     "a bare kind": (lambda: family(kinds=esper.Kind("k")), "kinds of family 'x' is a Kind"),
     "negative price": (lambda: family(prices=(-1.0,)), "negative price"),
-    "negative rate": (lambda: family(lrs=(-1.0,)), "learning rate that is not above 0"),
+    "negative rate": (lambda: family(lrs=(-1.0,)), "a learning rate not above 0|a learning rate that is not above 0"),
     "step before reset": (lambda: toy_env(2).step(torch.zeros(2, 8, dtype=torch.int64)), "no episode has begun"),
     "seed returns a tuple": (lambda: tuple_seed(), "returns a tuple"),
     "a folder as mind": (lambda: esper.Learned.load(".", population().spec), "is a folder; name the agent"),

@@ -456,7 +456,7 @@ def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> N
     torch.testing.assert_close(told["twin_score"], 5 * (last - 0.5))
     hidden = controller.network.get_initial_hidden(CONFIG.rows)
     world.env.reset(drawn)
-    shown = PolicyInput.of(world.env.view(), CONFIG.seed, training.agent.device)._replace(privileged=first)
+    shown = PolicyInput.of(world.env.view(), (CONFIG.seed,), training.agent.device)._replace(privileged=first)
     (_, one), (_, other) = (controller.act(g, hidden) for g in (shown, shown._replace(privileged=first + 1)))
     assert torch.equal(one.actions, other.actions)
     assert torch.equal(one.log_prob, other.log_prob)
