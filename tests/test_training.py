@@ -464,7 +464,7 @@ def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> N
     blind = Training(replace(CONFIG, privileged=False), tmp_path / "blind", make=toys)
     assert blind.agent.network.config.privileged == 0
     empty = blind.agent.buffer(world.steps, CONFIG.rows)
-    blind.world.collect(blind.agent, drawn, empty, CONFIG.seed, privileged=False)
+    blind.world.collect(blind.agent, drawn, empty, (CONFIG.seed,), privileged=False)
     assert empty.filled == world.steps
     with pytest.raises(EsperError, match="privileged follows from privileged"):
         replace(CONFIG, network=NetworkConfig(privileged=3))

@@ -132,7 +132,8 @@ class Family:
                              f"batch {self.batch}, pool {self.pool}, samples {self.samples}, "
                              f"validation {self.validation}")
         if min(*self.prices, *self.flop_prices, 0.0) < 0 or min(self.lrs) <= 0:
-            raise EsperError(f"family {self.name!r} has a negative price, or a learning rate not above 0")
+            raise EsperError(f"family {self.name!r} has a negative price, or a learning rate that is "
+                             "not above 0")
         if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0
                for kind in self.kinds):
             raise EsperError(f"family {self.name!r} has a kind with impossible noise, shift or samples")

@@ -54,7 +54,8 @@ class Outcomes:
         if not (np.isfinite(self.chosen_on).all() and np.isfinite(self.scored_on).all()):
             raise EsperError("outcomes: a utility is not finite; give a failed run the utility it deserves.")
         if scenarios == 0 or min(self.visible.min(), self.hidden.min()) < 0:
-            raise EsperError("outcomes: expected some scenarios, and ids of conditions and types that count from 0.")
+            raise EsperError("outcomes: expected some scenarios, and ids of conditions and types "
+                             "that count from 0.")
 
 
 class Estimate(NamedTuple):
