@@ -1,6 +1,7 @@
 """The `esper` command: a table of verbs. Options stand in `options`; what runs them is imported late."""
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -48,9 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"esper {verb}: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # nobody reads any more; what Python still holds must not complain at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except OSError as error:  # what Python still holds for standard output must not complain at its end
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EBADF) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno == errno.EPIPE:  # nobody reads any more
+            return 0
+        print(f"esper {verb}: cannot print: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _run(verb: str | None, words: Sequence[str]) -> int:

@@ -77,7 +77,8 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
     if config.rehearsal:
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "validation", REHEARSAL))
     else:
-        most = max((claim.needed for claim in judge(before, before, config.effect)), default=0)
+        asked = [claim for claim in judge(before, before, config.effect) if claim.asked != "reported"]
+        most = max((claim.needed for claim in asked), default=0)
         if most > config.scenarios:  # it would be refused for too few
             raise EsperError(f"the pilot asks for {most} scenarios to find the declared effect, so the test "
                              f"split stays closed; use --scenarios {most} in another --out")
