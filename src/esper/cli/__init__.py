@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if error.errno == errno.EPIPE:  # nobody reads any more
             return 0
-        print(f"esper {verb}: cannot print: {error.strerror}", file=sys.stderr)
+        print(f"esper {verb or '--help'}: cannot print: {error.strerror}", file=sys.stderr)
         return 2
 
 
