@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from esper.kasmina import BLUEPRINTS
 from esper.leyline import EsperError, LifecycleOp, StateFormatError
 from esper.leyline.codec import to_dict
 from esper.leyline.storage import locked, read_json, read_state, write_json
+from esper.leyline.telemetry import Nowhere
 from esper.nissa import Store, read
 from esper.simic import PPOConfig
 from esper.simic.proof.processes import PREPARATIONS, in_processes
@@ -580,3 +582,19 @@ def test_names_are_registered_once() -> None:
         register_family(find_family("mlp"))
     with pytest.raises(EsperError, match="must be a Family, not a str"):
         register_family("mlp")  # type: ignore[arg-type]
+
+
+def test_hosts_that_break_in_their_first_epoch_stop_no_update(tmp_path: Path) -> None:
+    """A rate of 3,000 breaks every eighth host at once; its rewards are numbers, and every update learns."""
+    told: list[dict[str, Any]] = []
+
+    class Rounds(Nowhere):
+        def write(self, table: str, columns: Any) -> None:
+            told.extend([dict(columns)] * (table == "round"))
+
+    family = toy_family(horizons=(6,), lrs=(1e-2,) * 7 + (3000.0,))
+    config = TrainConfig(env=EnvConfig(family), rounds=2, rows=16, exam_every=0, ppo=PPOConfig(minibatches=4))
+    training = Training(config, tmp_path, Rounds(), make=toys)
+    training.run()
+    assert any(rollback.epoch == 1 for rollback in training.world.env.rollbacks)
+    assert [(row["skipped"], row["steps"] > 0, math.isfinite(row["utility"])) for row in told] == [(0, True, True)] * 2
