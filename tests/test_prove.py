@@ -15,6 +15,7 @@ from torch import Tensor
 from esper.cli import main, prove as prove_cli
 from esper.leyline import EsperError, View
 from esper.leyline.codec import to_dict
+from esper.leyline.keys import Purpose, mix
 from esper.nissa import Store, read
 from esper.simic.proof import proving
 from esper.simic.proof.baselines import Tuned, play_plans, play_rule, schedule, trigger_candidates, tune
@@ -24,8 +25,9 @@ from esper.simic.proof.plans import played
 from esper.simic.proof.proving import Contestant, Proof, ProofConfig
 from esper.simic.proof.sweep import conditions
 from esper.simic.proof.value_of_information import Rule, Split
-from esper.tamiyo import PolicyBundle, Random, Triggered, Wait
+from esper.tamiyo import Planned, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import FAMILIES, EnvConfig, Episodes, PreviewConfig, Scenarios, openings
+from tests.workshop import unmixed
 
 EPISODES = 400
 ENV = EnvConfig(FAMILY)
@@ -100,6 +102,33 @@ def test_doing_nothing_and_chance_fail(policy: PolicyBundle, tuned: Tuned) -> No
     assert proof.verdict == "fails"
     failed = {c.control for c in proof.claims if c.controller == "nobody 0" and c.verdict == "fails"}
     assert {"no growth", "best fixed", "shuffled"} <= failed
+
+
+class Inverter(Gardener):
+    """Takes a view's random number for a function of the scenario's key, inverts it, and plants what that kind needs."""
+
+    def __call__(self, view: View) -> Tensor:
+        kind = FAMILY.draw(unmixed(view.luck, Purpose.ACTION)).kind
+        best = (orchard.WORTH[kind] - view.price[:, None, None] * self.params).max(2)
+        return Planned(torch.where(best.values > 0, 0, -1), best.indices)(view)
+
+
+class Leaking(Orchard):
+    """What a view must not do: its number is a function of the key."""
+
+    def view(self) -> View:
+        return dataclasses.replace(super().view(), luck=mix(self.scenarios.key, Purpose.ACTION))
+
+
+def test_a_policy_that_inverts_keys_fails(tuned: Tuned, arms: Evaluator) -> None:
+    cheat, drawn = Inverter(Orchard(FAMILY, 1)), FAMILY.scenarios(96, "validation")
+    best = orchard.optimum(drawn, Orchard(FAMILY, 1)).mean()
+    bare = arms.play(Wait(), drawn).utility()
+    leaked, honest = (Evaluator(FAMILY, make=make).play(cheat, drawn).utility() - bare for make in (Leaking, Orchard))
+    torch.testing.assert_close(leaked.mean(), best, atol=1e-5, rtol=0, msg="with a leak it would be perfect")
+    assert float(honest.mean()) < 0.5 * float(best)
+    proof = put("inverter", cheat, tuned)
+    assert proof.verdict == "fails"
 
 
 def test_a_blind_plan_fails_however_good_it_is(tuned: Tuned) -> None:

@@ -12,7 +12,7 @@ import esper
 from esper.cli import machine
 from esper.leyline import View
 from esper.leyline.keys import Purpose, mix
-from tests.workshop import toy_env
+from tests.workshop import toy_env, unmixed
 
 
 def test_import_esper_is_enough_and_imports_nothing_heavy() -> None:
@@ -88,29 +88,9 @@ def test_what_cannot_be_meant_is_one_sentence(case: str) -> None:
         call()
 
 
-def _unmix(value: Tensor, part: int) -> Tensor:
-    """The key of which `mix(key, part)` is this value: the hash is a bijection, step by step backwards."""
-    mask = (1 << 64) - 1
-
-    def back(number: int, shift: int) -> int:
-        found = number
-        for _ in range(64 // shift + 1):
-            found = number ^ (found >> shift)
-        return found
-
-    out = []
-    for number in value.tolist():
-        number &= mask
-        number = back(number, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & mask
-        number = back(number, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask
-        key = (back(number, 30) - (part + 1) * 0x9E3779B97F4A7C15) & mask
-        out.append(key - (1 << 64) if key >> 63 else key)
-    return torch.tensor(out)
-
-
 def test_a_view_does_not_tell_the_key_of_a_scenario() -> None:
     keys = torch.tensor([5, -7, 2**40])
-    assert torch.equal(_unmix(mix(keys, Purpose.ACTION), Purpose.ACTION), keys), "the hash alone hides nothing"
+    assert torch.equal(unmixed(mix(keys, Purpose.ACTION), Purpose.ACTION), keys), "the hash alone hides nothing"
     env = toy_env(64)
     drawn = env.family.scenarios(64, "test")
     env.reset(drawn)
@@ -119,8 +99,8 @@ def test_a_view_does_not_tell_the_key_of_a_scenario() -> None:
              and value.dim() == 1]
     for value in shown:
         for purpose in Purpose:
-            assert not bool((_unmix(value, purpose) == drawn.key).any())
-            guessed = env.family.draw(_unmix(value, purpose)).kind
+            assert not bool((unmixed(value, purpose) == drawn.key).any())
+            guessed = env.family.draw(unmixed(value, purpose)).kind
             assert float((guessed == drawn.kind).float().mean()) < 0.8, "no better than chance"
     later = env.family.scenarios(64, "test", start=10**9)
     assert torch.equal(later.luck, drawn.luck), "luck depends on the place among those that were drawn, on nothing else"

@@ -84,3 +84,23 @@ def waves(batch: int, rows: int, generator: torch.Generator) -> tuple[Tensor, Te
     phase = torch.rand(batch, rows, 1, generator=generator)
     chirp = torch.sin(2 * torch.pi * (phase + (1 + label[..., None] * 0.6) * time * (1 + time)))
     return (chirp + 0.5 * torch.randn(chirp.shape, generator=generator)).unsqueeze(2), label
+
+
+def unmixed(value: Tensor, part: int) -> Tensor:
+    """The key of which `mix(key, part)` is this value: the hash is a bijection, step by step backwards."""
+    mask = (1 << 64) - 1
+
+    def back(number: int, shift: int) -> int:
+        found = number
+        for _ in range(64 // shift + 1):
+            found = number ^ (found >> shift)
+        return found
+
+    out = []
+    for number in value.tolist():
+        number &= mask
+        number = back(number, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & mask
+        number = back(number, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask
+        key = (back(number, 30) - (part + 1) * 0x9E3779B97F4A7C15) & mask
+        out.append(key - (1 << 64) if key >> 63 else key)
+    return torch.tensor(out)
