@@ -9,12 +9,13 @@ from esper.kasmina.blueprints import (
     find_blueprint,
     register_blueprint,
 )
+from esper.kasmina.config import INCUBATION, PopulationConfig
 from esper.kasmina.devices import check_device
 from esper.kasmina.hosts import HOSTS, Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle
 from esper.kasmina.objectives import OBJECTIVES, Objective, find_objective
 from esper.kasmina.optim import OptimConfig
-from esper.kasmina.population import INCUBATION, Population, PopulationConfig
+from esper.kasmina.population import Population
 
 __all__ = [
     "BLUEPRINTS", "HOSTS", "INCUBATION", "OBJECTIVES", "Blueprint", "GrownNetwork", "Host", "Impairments",

@@ -4,7 +4,7 @@ Legend: N rows (environments), S slots, B batch, P parameters.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,67 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blending import Graft, GrownNetwork
-from esper.kasmina.blueprints import Prototype, blueprints_for, find_blueprint
-from esper.kasmina.devices import check_device
+from esper.kasmina.blueprints import Prototype, find_blueprint
+from esper.kasmina.config import DTYPES, PopulationConfig
+from esper.kasmina.engine import Engine, engine_for
+from esper.kasmina.engine.rows import Rows, kinds_of, probe_rows, training_rows
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
 from esper.kasmina.objectives import find_objective
-from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix
 from esper.kasmina.stepping import Stepper
-from esper.leyline import ActionSpec, Contribution, EsperError, Head, LifecycleOp, StateFormatError, Style
+from esper.leyline import Contribution, EsperError, Head, LifecycleOp, StateFormatError, Style
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import mix, seeded
-from esper.leyline.stages import GateConfig, SeedStage
+from esper.leyline.stages import SeedStage
 from esper.leyline.storage import decoding, read_state, write_state
-
-INCUBATION = ("shadow", "straight_through")
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class PopulationConfig:
-    """What every row of a population has in common."""
-
-    host: Host
-    spec: ActionSpec = field(default=None)  # type: ignore[assignment]
-    """What an action consists of; by default every op and head, and every blueprint that fits the host."""
-    gates: GateConfig = field(default_factory=GateConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    objective: str = "classification"
-    """A name of `OBJECTIVES`."""
-    incubation: str = "shadow"
-    """shadow or straight_through: how a seed learns before it is blended in."""
-    device: str = "cpu"
-    dtype: str = "float32"
-    """Of weights and moments: float32 or float64."""
-    compute_dtype: str = ""
-    """Of passes: as `dtype` if empty, or bfloat16."""
-    compile: bool = False
-    """Run the host's stages through torch.compile."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.host, Host):
-            raise EsperError(f"a population needs a Host, not a {type(self.host).__name__}; try Host('mlp')")
-        if not isinstance(self.optim, OptimConfig):
-            raise EsperError(f"optim is a {type(self.optim).__name__}; "
-                             "expected an OptimConfig: rows have optimisers of their own")
-        slots = len(self.host.slots)
-        if self.spec is None:
-            object.__setattr__(self, "spec", ActionSpec.full(slots, blueprints_for(self.host.kind)))
-        for name in ("device", "dtype", "compute_dtype"):  # PyTorch's own objects are welcome
-            object.__setattr__(self, name, str(getattr(self, name) or "").removeprefix("torch."))
-        object.__setattr__(self, "compute_dtype", self.compute_dtype or self.dtype)
-        if self.incubation not in INCUBATION:
-            raise EsperError(f"no incubation {self.incubation!r}; choose from {', '.join(INCUBATION)}")
-        if self.dtype not in ("float32", "float64") or self.compute_dtype not in DTYPES:
-            raise EsperError(f"weights are float32 or float64, not {self.dtype}; "
-                             "only compute_dtype may be bfloat16")
-        if self.spec.slots != slots:
-            raise EsperError(f"the action spec has {self.spec.slots} slots, but this host has {slots}")
-        find_objective(self.objective)
-        check_device(self.device)
 
 
 class Population:
@@ -107,6 +61,8 @@ class Population:
         self._pack: Pack | None = None
         self._stepper: Stepper | None = None
         self._live: Pass | None = None
+        self._engine: Engine | None = None
+        self._trained: Rows | None = None
         self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
 
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
@@ -168,8 +124,11 @@ class Population:
         self._check_samples(x, self.rows)
         if y.shape != x.shape[:2]:
             raise EsperError(f"labels have shape {list(y.shape)}; expected {list(x.shape[:2])}")
-        if self._stepper is None:
+        if self._stepper is None and self._trained is None:
             self._check_first(x, y)
+        if self._stepper is None and (engine := self._ready(len(x))) is not None:
+            return self._step_with(engine, x, y, None, True)[: self.rows]
+        if self._stepper is None:
             pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
             ghosts = None if shadows else torch.where(life.incubating, life.target, 0.0)
             main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile)
@@ -184,12 +143,33 @@ class Population:
         else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
         """
         self._check_samples(x, self.rows if prefix is None else len(prefix.rows))
+        if self._stepper is None and (engine := self._ready(len(x))) is not None:
+            self._step_with(engine, x, y, prefix, False)
+            return
         if self._stepper is None:
             shadow = self._shadow_pass(self._packed(), prefix)
             if shadow is None:
                 raise EsperError("no row has an incubating seed that could take a shadow step")
             self._stepper = Stepper(self._packed(), None, shadow, self.optim, self.objective)
         self._stepper(x, y)
+
+    def _ready(self, batch: int) -> Engine | None:
+        """The engine, if this population's device, layers and seeds of now are such that it can run them."""
+        if self._engine is None or self._engine.batch != batch:
+            self._engine = engine_for(self, batch)
+        return self._engine if self._fits() else None
+
+    def _fits(self) -> bool:
+        """Is there an engine that knows all seeds of now?"""
+        return self._engine is not None and bool((kinds_of(self.life, self._engine.kinds_of_seeds) > -2).all())
+
+    def _step_with(self, engine: Engine, x: Tensor, y: Tensor, prefix: Prefix | None, hosts: bool) -> Tensor:
+        if self._trained is None:
+            self._trained = training_rows(self.life, engine.kinds_of_seeds, prefix, hosts)
+            engine.set_rates(self.lr, self.decay)
+        self._pack = self._live = None  # they hold what weights were before
+        engine.wire(self._trained)
+        return engine.step(x, y)
 
     def _shadow_pass(self, pack: Pack, prefix: Prefix | None = None) -> Pass | None:
         """Rows in which one incubating seed each runs at its target alpha behind a stopped host."""
@@ -215,6 +195,8 @@ class Population:
         place of their alphas: 0 switches a seed off, above 0 previews an incubating one. Live state stays.
         """
         self._check_samples(x, self.rows if rows is None else len(rows))
+        if rows is None and alpha is None and self._fits():
+            return self.probe(torch.arange(0), torch.zeros(0, self.spec.slots))(x)
         pack = self._packed()
         if rows is None and alpha is None:
             self._live = self._live or Pass(self.host, pack, self.life.style, self.life.alpha)
@@ -237,6 +219,9 @@ class Population:
         What such a row shares with its live row is computed once: it starts where their alphas first differ.
         The function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
         """
+        if (engine := self._engine) is not None and self._fits():
+            chosen = probe_rows(self.life, engine.kinds_of_seeds, rows.cpu(), alpha.cpu().float(), prefix)
+            return lambda x: engine.forward(x, chosen).transpose(0, 1)
         pack, live, env = self._packed(), self.life.alpha, rows.cpu()
         base, of = (torch.arange(self.rows),) * 2 if prefix is None else prefix
         differs = (alpha.cpu() != live[env]) & self.life.planted[env]
@@ -270,6 +255,8 @@ class Population:
         self.lr = lr.detach().cpu().double().clone()
         if self._pack is not None:
             self._pack.set_lr(self.lr)
+        if self._trained is not None and self._engine is not None:
+            self._engine.set_rates(self.lr, self.decay)
 
     def _check_samples(self, x: Tensor, rows: int) -> None:
         if x.dim() < 2 or not len(x) or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
@@ -383,7 +370,9 @@ class Population:
             pack.write_back()
             seeds = (pack.places > 0) & pack.real
             self.life.record_gradients(pack.rows[seeds], pack.places[seeds] - 1, pack.finite.cpu()[seeds])
-        self._pack = self._stepper = self._live = None
+        if self._trained is not None and self._engine is not None:
+            self.life.record_gradients(*self._engine.health(self._trained))
+        self._pack = self._stepper = self._live = self._trained = None
 
 
 def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tensor, Tensor]:
