@@ -1,5 +1,6 @@
 """`esper train`: a controller learns; everything about the run lies in one folder."""
 
+import functools
 import os
 import shlex
 import signal
@@ -43,17 +44,16 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
     preset = options.preset or ("quick" if stored is None else "")
     if preset and preset not in PRESETS:
         raise EsperError(f"no --preset {preset!r}; choose from {', '.join(PRESETS)}")
-    changes: Any = PRESETS.get(preset, {})
+    layers: list[dict[str, Any]] = [PRESETS.get(preset, {})]
     if options.family:
-        family = {"family": to_dict(find_family(options.family)), "spec": False}
-        changes = _merged(changes, {"env": family})
+        layers.append({"env": {"family": to_dict(find_family(options.family)), "spec": False}})
     if options.config is not None:
-        changes = _merged(changes, _toml(options.config))
+        layers.append(_toml(options.config))
     given = {name: getattr(options, name) for name in ("rounds", "rows", "seed")}
-    changes = _merged(changes, {name: value for name, value in given.items() if value is not None})
+    layers.append({name: value for name, value in given.items() if value is not None})
     if options.device:
-        changes = _merged(changes, {"env": {"device": options.device}})
-    return override(stored or TrainConfig(), changes, "the config")
+        layers.append({"env": {"device": options.device}})
+    return override(stored or TrainConfig(), functools.reduce(_merged, layers), "the config")
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -88,9 +88,7 @@ def run(options: Train, console: Console) -> None:
         config = training.config
         training.sink = stack.enter_context(closing(Store(folder / STORE)))
         asked = stack.enter_context(_interruptible(console))
-        live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
-        if live is not None:
-            stack.enter_context(live)
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
         training.run(lambda: bool(asked), lambda done: _show(folder, config.rounds, console, live))
         if training.agent.updates < config.rounds:
             console.print(f"stopped after round {training.agent.updates}; go on with: {again}", markup=False)
@@ -109,8 +107,7 @@ def _interruptible(console: Console) -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        console.print("stopping after this round; Ctrl-C again stops at once and loses the round",
-                      markup=False)
+        console.print("stopping after this round; Ctrl-C again stops at once and loses the round")
 
     before = signal.signal(signal.SIGINT, ask)
     try:
