@@ -83,22 +83,17 @@ class Store:
         """Write what is waiting, all of it or nothing, and seal it: digests of the rounds that it touches, or
         of everything where there are no rounds."""
         rounds = {row[0] for table, rows in self.waiting if by_round(table) for row in rows}
-        with self._writing():
-            for table, rows in self.waiting:
-                marks = ", ".join("?" * len(TABLES[table]))
-                self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
-            for scope in map(scope_of, rounds) if rounds else (ALL,) * bool(self.waiting):
-                row = scope, digest(self.connection, scope)
-                self.connection.execute(f"INSERT OR REPLACE INTO {SEAL} VALUES (?, ?)", row)
-        self.waiting.clear()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
         try:
             with _transaction(self.connection):
-                yield
+                for table, rows in self.waiting:
+                    marks = ", ".join("?" * len(TABLES[table]))
+                    self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
+                for scope in map(scope_of, rounds) if rounds else (ALL,) * bool(self.waiting):
+                    row = scope, digest(self.connection, scope)
+                    self.connection.execute(f"INSERT OR REPLACE INTO {SEAL} VALUES (?, ?)", row)
         except sqlite3.Error as error:
             raise _trouble("write", self.path, error) from error
+        self.waiting.clear()
 
     def close(self) -> None:
         self.connection.close()
