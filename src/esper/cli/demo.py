@@ -57,10 +57,9 @@ def run(config: Demo, console: Console) -> None:
     facts = {"family": FAMILY, "verdict": "demo", "reason": "it claims nothing", "scenarios": config.hosts,
              "seed": config.seed}
     write_report(path, {MINE: folder / STORE}, facts, page)
-    console.print(f"the report: {page}; what {MIND} grows: {drawing}", markup=False)
+    console.print(f"the report: {page}; what {MIND} grows: {drawing}")
     console.print("next: esper train --family mlp --preset cpu --out runs/mine    a quarter of an hour\n"
-                  "      esper prove --minds runs/mine --rehearsal --out proof    beside every control",
-                  markup=False)
+                  "      esper prove --minds runs/mine --rehearsal --out proof    beside every control")
 
 
 def _emptied(out: Path) -> Path:

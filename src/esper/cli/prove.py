@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from esper.cli.options import Prove
@@ -156,12 +155,12 @@ def run(options: Prove, console: Console) -> int:
             proof = prove(env, [c.contestant for c in candidates], tuned, config, store, say, options.jobs)
     console.print(_table(proof))
     facts = _facts(options, env.family.name, proof)
-    console.print(f"{facts['verdict']}: {facts['reason']}", markup=False)
+    console.print(f"{facts['verdict']}: {facts['reason']}")
     write_report(path, {c.name: c.folder / STORE for c in candidates if c.folder}, facts, page)
     result = facts | {"controllers": {c.name: _about(c) for c in candidates},
                       "summary": rows_of(path, "summary"), "claims": [asdict(c) for c in proof.claims]}
     write_json(figures, options.name, _finite(result))
-    console.print(f"the report: {page}; every figure: {figures}", markup=False)
+    console.print(f"the report: {page}; every figure: {figures}")
     return 0 if options.rehearsal or proof.verdict == "holds" else 1
 
 
@@ -199,10 +198,10 @@ def _speaker(console: Console) -> Callable[[str], object]:
 
     def say(what: str) -> None:
         if console.is_terminal:
-            console.print(f"{what[:70]:<70}", style="dim", markup=False, end="\r")
+            console.print(f"{what[:70]:<70}", style="dim", end="\r")
         elif time.monotonic() - last[0] >= 60:
             last[0] = time.monotonic()
-            console.print(what, markup=False)
+            console.print(what)
 
     return say
 
@@ -229,7 +228,7 @@ def _table(proof: Proof) -> Table:
     table = Table("control", title="Points above each control, with 95 % intervals", title_justify="left")
     names = list(dict.fromkeys(claim.controller for claim in proof.claims if claim.controller != POOLED))
     for name in (*(names if len(names) <= 2 else ("pooled", "least controller")), "verdict"):
-        table.add_column(escape(name), justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for control, asked in dict.fromkeys((claim.control, claim.asked) for claim in proof.claims):
         mine = [claim for claim in proof.claims if (claim.control, claim.asked) == (control, asked)]
         together, each = mine[-1], mine[:-1]

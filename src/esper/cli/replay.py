@@ -21,12 +21,11 @@ def run(config: Replay, console: Console) -> None:
     here = provenance()
     if other := "; ".join(f"{name} {header.get(name)} then, {here[name]} now" for name in
                           ("threads", "torch", "deterministic") if header.get(name) != here[name]):
-        console.print(f"Bits are only promised for the same build, threads and mode: {other}", markup=False)
+        console.print(f"Bits are only promised for the same build, threads and mode: {other}")
     with console.status(f"{epochs} epochs of {rows} rows"):
         places = replay(episodes)
     mine = (f", row {config.row}", "every row")
     if different := [place for place in places if config.row is None or place.endswith(mine)]:
         raise EsperError(f"{len(different)} of the measurements differ, first {different[0]}")
     what = f"row {config.row}" if config.row is not None else f"all {rows} rows"
-    console.print(f"{what}, {epochs} epochs: {len(episodes.measured)} measurements, bit for bit the same",
-                  markup=False)
+    console.print(f"{what}, {epochs} epochs: {len(episodes.measured)} measurements, bit for bit the same")

@@ -91,11 +91,10 @@ def run(options: Train, console: Console) -> None:
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
         training.run(lambda: bool(asked), lambda done: _show(folder, config.rounds, console, live))
         if training.agent.updates < config.rounds:
-            console.print(f"stopped after round {training.agent.updates}; go on with: {again}", markup=False)
+            console.print(f"stopped after round {training.agent.updates}; go on with: {again}")
             return
         _conclude(training, console)
-    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}",
-                  markup=False)
+    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}")
 
 
 @contextmanager
@@ -120,7 +119,7 @@ def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> Non
     state = summary(folder / STORE, rounds)
     assert state is not None
     if live is None:
-        console.print(state.line(), markup=False)
+        console.print(state.line())
     else:
         live.update(panel(state), refresh=True)
 
@@ -140,8 +139,8 @@ def _created(options: Train, stack: ExitStack) -> Training:
 
 def _resumed(options: Train, console: Console, stack: ExitStack) -> Training:
     """The run of a folder as it was begun; options that say otherwise are refused."""
-    folder, found = options.out, load_run(options.out)
-    if found is None:
+    folder = options.out
+    if (found := load_run(folder)) is None:
         raise EsperError(f"--out {folder} holds no run to resume")
     config, about = found
     if different := _differences(to_dict(config), to_dict(resolve_config(options, config))):
@@ -174,10 +173,10 @@ def _as_before(made_with: dict[str, Any], console: Console) -> None:
     """Bits depend on threads and build: threads are set as they were, and another build is told."""
     if made_with["threads"] != torch.get_num_threads():
         torch.set_num_threads(int(made_with["threads"]))
-        console.print(f"using {made_with['threads']} threads, as the run was begun with", markup=False)
+        console.print(f"using {made_with['threads']} threads, as the run was begun with")
     if made_with["torch"] != torch.__version__:
         console.print(f"the run was begun with torch {made_with['torch']}, this is {torch.__version__}: "
-                      "it goes on, but not bit for bit", markup=False)
+                      "it goes on, but not bit for bit")
 
 
 def _conclude(training: Training, console: Console) -> None:

@@ -72,8 +72,7 @@ class Evidence:
 
 
 def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, object], out: Path) -> None:
-    """`store`: the proof's. `runs`: by controller; the page says which cannot be read. `facts`: for its head,
-    in their order."""
+    """`store`: the proof's. `runs`: by controller; those it cannot read are named. `facts`: for its head."""
     episodes = read(store, "SELECT controller, arm, kind, price, count(*) FROM arm GROUP BY 1, 2, 3, 4")
     evidence = Evidence(rows_of(store, "summary"), rows_of(store, "claim"), seeds_of(store), episodes,
                         {name: _run(path) for name, path in runs.items()})
@@ -272,9 +271,8 @@ def _grown(evidence: Evidence) -> str:
                    "germinations per episode by epoch (0 is the first), in full colour if kept. Colours are "
                    "per episode too; one scale under each heading.")]
     for name in evidence.colours:
-        mine = (LEARNED,) if name == POOLED else (LEARNED, name)
-        seeds = [seed for seed in evidence.seeds if (seed.arm, seed.controller)[:len(mine)] == mine]
-        played = [each for each in evidence.episodes if (each[1], each[0])[:len(mine)] == mine]
+        seeds = [seed for seed in evidence.seeds if seed.arm == LEARNED and name in (POOLED, seed.controller)]
+        played = [each for each in evidence.episodes if each[1] == LEARNED and name in (POOLED, each[0])]
         about = f": {len(seeds)} germinated, {sum(seed.fate == 'kept' for seed in seeds)} kept"
         splits = [tag("h3", title) + _panels(seeds, played, axes, split) for title, split in SPLITS.items()]
         parts.append(_fold(name, about, *splits))
