@@ -32,8 +32,7 @@ from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle
 from esper.tamiyo.minds import Member, read_mind, shipped
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
 
-PLAIN = ("wait", "random", "heuristic")
-"""Policies that can be put before the court by name, to see it refuse them."""
+PLAIN = ("wait", "random", "heuristic")  # policies that go before the court by name, to see it refuse them
 
 
 def _check(options: Prove) -> ProofConfig:

@@ -50,11 +50,9 @@ class AlphaCurve(IntEnum):
     SIGMOID_SHARP = 4
 
 
-TEMPOS = (3, 5, 8)
-"""Epochs of a seed's first ramp, by index of Head.TEMPO."""
+TEMPOS = (3, 5, 8)  # epochs of a seed's first ramp, by index of Head.TEMPO
 ALPHA_TARGETS = (0.5, 0.7, 1.0)
-ALPHA_SPEEDS = (0, 3, 5, 8)
-"""Epochs of a later ramp; 0 is at once."""
+ALPHA_SPEEDS = (0, 3, 5, 8)  # epochs of a later ramp; 0 is at once
 
 _RELEVANT: Mapping[LifecycleOp, frozenset[Head]] = {
     LifecycleOp.WAIT: frozenset(),

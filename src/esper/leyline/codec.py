@@ -1,8 +1,7 @@
 """Configs as plain data and back: one codec for headers, descriptions, traces and files of settings.
 
-A config is a frozen dataclass (or a NamedTuple) of plain fields. Its plain form is what JSON and TOML say:
-tables of fields, lists, and names of enum members. Reading follows the type hints: a missing key, an unknown
-one or a value of another type is one sentence that names the place.
+A config is a frozen dataclass or NamedTuple; its plain form, what JSON and TOML say: tables, lists, names of
+enum members. Reading follows the type hints, and whatever is wrong is one sentence that names the place.
 """
 
 import functools
@@ -17,8 +16,7 @@ from typing import Any, TypeVar
 from esper.leyline.errors import EsperError
 
 T = TypeVar("T")
-LARGEST = 2**63 - 1
-"""Whole numbers must fit into an int64."""
+LARGEST = 2**63 - 1  # whole numbers must fit into an int64
 
 
 def to_dict(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 import math
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from esper.leyline import EsperError
 from esper.nissa.registry import CREATE, SCHEMA, TABLES, Metric
 from esper.nissa.seals import ALL, SEAL, by_round, damage, digest, scope_of, tables_of, version_of
 
-PATIENCE = 60.0
-"""Seconds that a write waits for another program's lock."""
+PATIENCE = 60.0  # seconds that a write waits for another program's lock
 _LOCKED, _SHUT = "another program has locked it; let that one end, then resume the run", "make it writable"
 _BROKEN = "put back a whole one"
 ADVICE = {sqlite3.SQLITE_BUSY: _LOCKED, sqlite3.SQLITE_LOCKED: _LOCKED,
@@ -24,8 +23,7 @@ ADVICE = {sqlite3.SQLITE_BUSY: _LOCKED, sqlite3.SQLITE_LOCKED: _LOCKED,
           sqlite3.SQLITE_READONLY: _SHUT, sqlite3.SQLITE_PERM: _SHUT,
           sqlite3.SQLITE_CORRUPT: _BROKEN, sqlite3.SQLITE_NOTADB: _BROKEN}
 """SQLite's code -> what to do."""
-_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""Damaged text may break the very message about it."""
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # damaged text may break the very message about it
 
 
 class Store:
@@ -53,15 +51,15 @@ class Store:
             raise EsperError(f"the run store {self.path} lacks the tables of schema {SCHEMA}; {_BROKEN}")
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=NORMAL")
-        with _transaction(self.connection):
+        self.connection.execute("BEGIN IMMEDIATE")
+        with self.connection:
             if not tables_of(self.connection):
                 for create in CREATE.values():
                     self.connection.execute(create)
                 self.connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
     def write(self, table: str, columns: Mapping[str, object]) -> None:
-        """Columns of equal length; a single value stands for all rows. Unknown names and impossible values
-        are refused."""
+        """What a `Sink` takes; unknown names and impossible values are refused."""
         if table not in TABLES:
             raise EsperError(f"the run store has no table {table!r}; there are {', '.join(TABLES)}")
         metrics = TABLES[table]
@@ -80,11 +78,11 @@ class Store:
         self.waiting.append((table, list(zip(*(whole.get(name, none) for name in metrics), strict=True))))
 
     def commit(self) -> None:
-        """Write what is waiting, all of it or nothing, and seal it: digests of the rounds that it touches, or
-        of everything where there are no rounds."""
+        """Write what is waiting, all or nothing, and seal the rounds that it touches; without rounds, all."""
         rounds = {row[0] for table, rows in self.waiting if by_round(table) for row in rows}
         try:
-            with _transaction(self.connection):
+            self.connection.execute("BEGIN IMMEDIATE")
+            with self.connection:
                 for table, rows in self.waiting:
                     marks = ", ".join("?" * len(TABLES[table]))
                     self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
@@ -131,17 +129,6 @@ def _readable(path: str | Path) -> sqlite3.Connection:
         raise EsperError(f"there is no run store at {path}")
     place = Path(path).resolve().as_uri()  # ?, # and % of its name are escaped
     return sqlite3.connect(f"{place}?mode=ro", timeout=PATIENCE, isolation_level=None, uri=True)
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    finally:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
 
 
 def _code(error: Exception) -> int:
