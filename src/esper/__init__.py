@@ -8,10 +8,7 @@
     episodes = esper.play(env, policy, family.scenarios(16))  # one decision per host and epoch
     episodes.utility(), episodes.decisions()
 
-Names are imported when they are first used; `dir(esper)` lists them. The rooms behind them are
-`esper.leyline` (contracts), `esper.kasmina` (hosts, seeds, populations), `esper.tolaria` (tasks,
-environments, episodes), `esper.tamiyo` (policies, the controller), `esper.simic` (rewards, PPO, training,
-proofs), `esper.nissa` (the run store) and `esper.karn` (reports).
+Names are imported when they are first used; `dir(esper)` lists them. Each room says what it holds.
 """
 
 from importlib import import_module

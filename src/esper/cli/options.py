@@ -24,8 +24,7 @@ Commit = Annotated[str, arg(
 class Train:
     """Train a controller on a family of scenarios.
 
-    Example: esper train --family mlp --preset quick --out runs/first
-    """
+    Example: esper train --family mlp --preset quick --out runs/first"""
 
     out: Folder  # Folder of the run: run.json, run.db, agent.safetensors, twins.safetensors.
     family: Name = ""
@@ -49,8 +48,7 @@ class Prove:
 
     Exit code 0: the claims hold, or it was a rehearsal. 1: they do not.
 
-    Example: esper prove --minds runs/first runs/second runs/third --out proof
-    """
+    Example: esper prove --minds runs/first runs/second runs/third --out proof"""
 
     minds: Annotated[tuple[str, ...], arg(metavar="RUN ...")]
     """Folders of runs, or names of shipped minds; or wait, random, heuristic, which must fail."""
@@ -80,8 +78,7 @@ class Prove:
 class Sweep:
     """Play scripted decisions: what is each level of knowledge worth?
 
-    Example: esper sweep --family mlp --inits 8
-    """
+    Example: esper sweep --family mlp --inits 8"""
 
     family: Name = "mlp"  # mlp, mnist1d, fashion, or one that a --plugin registers.
     inits: int = 8  # Random inits of every kind and horizon; at least 4.
@@ -100,8 +97,7 @@ class Sweep:
 class Replay:
     """Run recorded episodes again; every measurement must be the same bit for bit.
 
-    Example: esper replay round.safetensors --row 3
-    """
+    Example: esper replay round.safetensors --row 3"""
 
     trace: Annotated[Path, Positional, arg(metavar="TRACE")]  # File that recorded episodes were written to.
     row: Count = None  # Compare this row alone (all are run either way).
@@ -112,8 +108,7 @@ class Replay:
 class TasksList:
     """List the tasks: host, samples, published scores, and whether the data is here.
 
-    Example: esper tasks --json
-    """
+    Example: esper tasks --json"""
 
     json: bool = False  # Print one JSON object instead of the table.
 
@@ -122,8 +117,7 @@ class TasksList:
 class TasksAddData:
     """Check a task's files and remember their folder.
 
-    Example: esper tasks add-data mnist ~/mnist
-    """
+    Example: esper tasks add-data mnist ~/mnist"""
 
     name: Annotated[str, Positional, arg(metavar="NAME")]  # Task: mnist, fashion or cifar10.
     path: Annotated[Path, Positional, arg(metavar="PATH")]
@@ -134,8 +128,7 @@ class TasksAddData:
 class Demo:
     """Train a controller for a minute, then watch the shipped one at work.
 
-    Example: esper demo --seed 1
-    """
+    Example: esper demo --seed 1"""
 
     out: Folder = Path("demo")  # Folder for report.html, growth.svg and the run.
     rounds: int = 20  # Rounds of 48 episodes that the live training takes.

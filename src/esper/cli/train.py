@@ -27,15 +27,13 @@ from esper.tamiyo import Heuristic, Learned
 from esper.tolaria import Family, find_family
 
 _SOLVER = {"entropy": [0.1, 0.002], "explore": [0.05, 0.0]}
+_SMALL = {"env": {"previews": False}, "ppo": _SOLVER}
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32,
-              "env": {"previews": False}, "ppo": _SOLVER},
-    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128,
-            "env": {"previews": False}, "ppo": _SOLVER},
+    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32, **_SMALL},
+    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128, **_SMALL},
     "gpu": {"rounds": 32, "rows": 192, "scenarios": 1152, "exam_every": 16, "exam_rows": 128,
             "env": {"previews": {"every": 20, "steps": 20}, "device": "cuda"},
-            "ppo": {**_SOLVER, "minibatches": 8}},
-}
+            "ppo": {**_SOLVER, "minibatches": 8}}}
 """name -> what differs from the defaults of `TrainConfig`."""
 
 

@@ -2,7 +2,7 @@
 
 import math
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,10 @@ class Store:
         if unknown or not keys <= set(columns):
             raise EsperError(f"table {table!r} has no column {', '.join(sorted(unknown))}" if unknown else
                              f"table {table!r} needs {', '.join(sorted(keys - set(columns)))}")
-        lists = {name: _listed(values) for name, values in columns.items()}
-        length = max((len(values) for values in lists.values() if values is not None), default=1)
-        filled = {name: [columns[name]] * length if each is None else each for name, each in lists.items()}
+        lists = {name: each.tolist() if isinstance(each, Tensor) else each for name, each in columns.items()}
+        length = max((len(each) for each in lists.values() if isinstance(each, (list, tuple))), default=1)
+        filled = {name: each if isinstance(each, (list, tuple)) else [each] * length
+                  for name, each in lists.items()}
         whole = {name: _checked(table, name, metrics[name], values) for name, values in filled.items()}
         if any(len(values) != length for values in whole.values()):
             raise EsperError(f"table {table!r} got columns of different lengths: "
@@ -141,14 +142,7 @@ def _trouble(what: str, path: str | Path, error: Exception) -> EsperError:
     return EsperError(f"cannot {what} the run store {path}: {error}{f'; {advice}' if advice else ''}")
 
 
-def _listed(values: object) -> list[Any] | None:
-    """A column as a list; None for a single value."""
-    if isinstance(values, Tensor):
-        return values.tolist() if values.dim() else None
-    return list(values) if isinstance(values, (list, tuple)) else None
-
-
-def _checked(table: str, name: str, metric: Metric, values: list[Any]) -> list[Any]:
+def _checked(table: str, name: str, metric: Metric, values: Sequence[Any]) -> list[Any]:
     """NaN and missing are NULL; text is text; numbers lie in their range."""
     out: list[Any] = []
     for value in values:
