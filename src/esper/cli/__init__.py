@@ -29,9 +29,8 @@ COMMANDS = {
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  esper {verb:<{width}}  {row[2]}" for verb, row in COMMANDS.items()]
-    return "\n".join(["Esper grows neural networks while they train.", "", *lines, "",
-                      "Add --help to any of them."])
+    lines = "\n".join(f"  esper {verb:<{width}}  {row[2]}" for verb, row in COMMANDS.items())
+    return f"Esper grows neural networks while they train.\n\n{lines}\n\nAdd --help to any of them."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,9 +75,9 @@ def _run(verb: str | None, words: Sequence[str]) -> int:
     kind, module, _ = COMMANDS[verb]
     config: Any = tyro.cli(kind, args=words[len(verb.split()) :], prog=f"esper {verb}")
     keep_freed_memory()
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())  # names may hold [
     if module != "tasks" and (changed := choose_threads()):
-        console.print(changed, style="dim", markup=False)
+        console.print(changed, style="dim")
     return import_module(f"esper.cli.{module}").run(config, console) or 0
 
 

@@ -1,13 +1,14 @@
 """`esper demo`: a controller learns for a minute, the shipped one meets the controls; a page shows both."""
 
 import statistics
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from esper.cli.options import Demo, Train
-from esper.cli.runs import DESCRIPTION, STORE, make_folder, remove_store
+from esper.cli.runs import DESCRIPTION, STORE, make_folder, points, remove_left
 from esper.cli.train import run as train
 from esper.karn import write_report
 from esper.karn.growth import Frame, growth_svg
@@ -34,36 +35,31 @@ def run(config: Demo, console: Console) -> None:
         raise EsperError("--rounds must be at least 3, --hosts at least 2")
     family = find_family(FAMILY)
     member = next(m for m in read_mind(MIND) if m.about["family"] == FAMILY)
-    make_folder(config.out)
     folder = _emptied(config.out)
     console.print("1 of 2: a controller learns to grow small networks "
                   f"({config.rounds} rounds of 48 trainings each)")
     train(Train(folder, family=FAMILY, preset="quick", rounds=config.rounds, seed=config.seed), console)
-    found = read(folder / STORE, "SELECT 100 * utility FROM round ORDER BY round")
-    returns = [utility for (utility,) in found]
+    returns = [each for (each,) in read(folder / STORE, "SELECT 100 * utility FROM round ORDER BY round")]
     if len(returns) < config.rounds:
         return
     third = len(returns) // 3
     first, last = statistics.fmean(returns[:third]), statistics.fmean(returns[-third:])
     console.print(f"points above no growth: {first:+.1f} in its first third of rounds, "
-                  f"{last:+.1f} in its last")
-    console.print(f"\n2 of 2: it, and {MIND} from the package, "
+                  f"{last:+.1f} in its last\n\n2 of 2: it, and {MIND} from the package, "
                   f"on {config.hosts} scenarios that neither has met")
-    store = Store(config.out / "demo.db")
-    court = _played(family, folder, member, config.hosts)
-    court.record(store)
-    court.conclude([], store, pool=False)
-    store.close()
+    path, page, drawing = (config.out / name for name in ("demo.db", "report.html", "growth.svg"))
+    with closing(Store(path)) as store:
+        court = _played(family, folder, member, config.hosts)
+        court.record(store)
+        court.conclude([], store, pool=False)
     console.print(_table(court.arms))
-    _draw(family, member.controller, config.out / "growth.svg")
+    _draw(family, member.controller, drawing)
     facts = {"family": FAMILY, "verdict": "demo", "reason": "it claims nothing", "scenarios": config.hosts,
              "seed": config.seed}
-    page = config.out / "report.html"
-    write_report(config.out / "demo.db", {MINE: folder / STORE}, facts, page)
-    console.print(f"the report: {page}; what {MIND} grows: {config.out / 'growth.svg'}", markup=False)
+    write_report(path, {MINE: folder / STORE}, facts, page)
+    console.print(f"the report: {page}; what {MIND} grows: {drawing}")
     console.print("next: esper train --family mlp --preset cpu --out runs/mine    a quarter of an hour\n"
-                  "      esper prove --minds runs/mine --rehearsal --out proof    beside every control",
-                  markup=False)
+                  "      esper prove --minds runs/mine --rehearsal --out proof    beside every control")
 
 
 def _emptied(out: Path) -> Path:
@@ -71,15 +67,11 @@ def _emptied(out: Path) -> Path:
     folder, mark = out / "run", out / "run" / "of-a-demo"
     if (folder / DESCRIPTION).exists() and not mark.exists():
         raise EsperError(f"{folder} holds a run that no demo made; choose another --out")
+    make_folder(out)
     make_folder(folder)
-    try:
-        for name in (DESCRIPTION, CHECKPOINT, PREVIOUS, TWINS):
-            (folder / name).unlink(missing_ok=True)
-        remove_store(folder / STORE)
-        remove_store(out / "demo.db")
-        mark.touch()
-    except OSError as error:
-        raise EsperError(f"cannot empty {folder}: {error}; choose another --out") from error
+    remove_left("demo", out / "demo.db",
+                *(folder / name for name in (DESCRIPTION, CHECKPOINT, PREVIOUS, TWINS, STORE)))
+    atomic_write(mark, "")
     return folder
 
 
@@ -103,9 +95,8 @@ def _table(arms: dict[str, Arms]) -> Table:
     controls = {name: arm for name, arm in arms[MIND].items() if name != "learned"}
     bare = controls["no growth"].utility
     for name, arm in (controls | {who: each["learned"] for who, each in arms.items()}).items():
-        above = 100 * (arm.utility - bare)
-        low, high = interval(above)
-        gain = "" if name == "no growth" else f"{above.mean():+.1f} ({low:+.1f} to {high:+.1f})"
+        above = arm.utility - bare
+        gain = "" if name == "no growth" else points(above.mean(), *interval(above))
         table.add_row(name, gain, f"{100 * arm.score.mean():.1f} %", f"{arm.params.mean():,.0f}")
     return table
 

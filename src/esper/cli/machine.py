@@ -10,17 +10,15 @@ _WATCHED = 0.1  # seconds for which the load of the machine is watched
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc to keep what a step frees. It would hand activations back to the system and fault them in
-    again, step after step. True if the C library knows the setting."""
+    """Ask glibc to keep what a step frees instead of faulting it in again. True if the C library can."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, 1 << 25)
                                         and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
 
 
 def choose_threads() -> str:
-    """Leave cores to whoever uses them: threads that wait spin, and beside another process small operations
-    took milliseconds. What was changed, in words; nothing if OMP_NUM_THREADS is set or the machine does not
-    tell."""
+    """Leave cores to whoever uses them: threads that wait spin, and small operations then take milliseconds.
+    What was changed, in words; nothing if OMP_NUM_THREADS is set or the machine does not tell."""
     import torch
 
     most = torch.get_num_threads()

@@ -1,47 +1,43 @@
-"""What each command can be told; who uses values checks them. Imports are light: help comes at once."""
+"""What each command can be told; who uses values checks them. Imports are light: help comes at once.
+
+`--help` shows the comment behind each option, or what its type says.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from tyro.conf import Positional, arg
 
-File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
-Folder = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-Name = Annotated[str, tyro.conf.arg(metavar="NAME")]
-Count = Annotated[int | None, tyro.conf.arg(metavar="N")]
-Device = Annotated[str, tyro.conf.arg(metavar="cpu|cuda")]
-Plugins = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.py ...")]
+File = Annotated[Path | None, arg(metavar="FILE")]
+Folder = Annotated[Path, arg(metavar="FOLDER")]
+Name = Annotated[str, arg(metavar="NAME")]
+Count = Annotated[int | None, arg(metavar="N")]
+Device = Annotated[str, arg(metavar="cpu|cuda", help="cpu, or cuda.")]
+Plugins = Annotated[tuple[Path, ...], arg(
+    metavar="FILE.py ...", help="Python files to run first: they may register families and blueprints.")]
+Commit = Annotated[str, arg(
+    metavar="HASH", help="Noted in the result; by default that of the working directory.")]
 
 
 @dataclass(frozen=True)
 class Train:
     """Train a controller on a family of scenarios.
 
-    Example: esper train --family mlp --preset quick --out runs/first
-    """
+    Example: esper train --family mlp --preset quick --out runs/first"""
 
-    out: Folder
-    """Folder of the run: run.json, run.db, agent.safetensors, twins.safetensors."""
+    out: Folder  # Folder of the run: run.json, run.db, agent.safetensors, twins.safetensors.
     family: Name = ""
     """mlp (default), mnist1d, fashion, or one that a --plugin registers; a --config may describe its own."""
-    preset: Name = ""
-    """quick (minutes; default), cpu or gpu."""
-    config: File = None
-    """TOML file with keys of the run; docs/training.md lists them."""
-    rounds: Count = None
-    """The budget: rounds of one episode per row; over preset and file."""
-    rows: Count = None
-    """Episodes that run together; over preset and file."""
-    seed: Count = None
-    """Over preset and file."""
-    device: Device = ""
-    """cpu, or cuda; over preset and file."""
+    preset: Name = ""  # quick (minutes; default), cpu or gpu.
+    config: File = None  # TOML file with keys of the run; docs/training.md lists them.
+    rounds: Count = None  # The budget: rounds of one episode per row; over preset and file.
+    rows: Count = None  # Episodes that run together; over preset and file.
+    seed: Count = None  # Over preset and file.
+    device: Annotated[str, arg(metavar="cpu|cuda")] = ""  # cpu, or cuda; over preset and file.
     plugin: Plugins = ()
-    """Python files to run first: they may register families and blueprints."""
-    resume: bool = False
-    """Go on with the run in --out, bit for bit; needs no other option."""
-    more: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    resume: bool = False  # Go on with the run in --out, bit for bit; needs no other option.
+    more: Annotated[int, arg(metavar="N")] = 0
     """With --resume: so many rounds beyond those that were declared; rates and exploration then end with the
     last of these, and the controller so far is replaced as it learns on."""
 
@@ -52,36 +48,25 @@ class Prove:
 
     Exit code 0: the claims hold, or it was a rehearsal. 1: they do not.
 
-    Example: esper prove --minds runs/first runs/second runs/third --out proof
-    """
+    Example: esper prove --minds runs/first runs/second runs/third --out proof"""
 
-    minds: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN ...")]
+    minds: Annotated[tuple[str, ...], arg(metavar="RUN ...")]
     """Folders of runs, or names of shipped minds; or wait, random, heuristic, which must fail."""
-    out: Folder
-    """Folder for proof.json, proof.html, proof.db and controls.json; a rehearsal's are called so."""
-    family: Name = ""
-    """Only needed where no run says it."""
-    scenarios: int = 256
-    """Test scenarios that every arm is played on."""
-    pilot: int = 64
-    """Validation scenarios from which the number that is needed is estimated."""
-    effect: float = 0.02
-    """Difference in score that the proof must be able to find; 0.01 is one point."""
+    out: Folder  # Folder for proof.json, proof.html, proof.db and controls.json; a rehearsal's are called so.
+    family: Name = ""  # Only needed where no run says it.
+    scenarios: int = 256  # Test scenarios that every arm is played on.
+    pilot: int = 64  # Validation scenarios from which the number that is needed is estimated.
+    effect: float = 0.02  # Difference in score that the proof must be able to find; 0.01 is one point.
     episodes: int = 0
     """That each control is tuned with; at least, and by default, as many as a controller was trained with."""
-    rows: int = 512
-    """Episodes of tuning that run together."""
-    jobs: int = 1
-    """Processes that tune or play arms at the same time; several keep a large device busier."""
+    rows: int = 512  # Episodes of tuning that run together.
+    jobs: int = 1  # Processes that tune or play arms at the same time; several keep a large device busier.
     rehearsal: bool = False
     """Play on validation scenarios and samples and leave the test split closed: proves nothing, tells how it
     would go."""
     device: Device = "cpu"
-    """cpu, or cuda."""
     plugin: Plugins = ()
-    """Python files to run first: they may register families and blueprints."""
-    commit: Annotated[str, tyro.conf.arg(metavar="HASH")] = ""
-    """Noted in the result; by default that of the working directory."""
+    commit: Commit = ""
 
     @property
     def name(self) -> str:
@@ -93,67 +78,49 @@ class Prove:
 class Sweep:
     """Play scripted decisions: what is each level of knowledge worth?
 
-    Example: esper sweep --family mlp --inits 8
-    """
+    Example: esper sweep --family mlp --inits 8"""
 
-    family: Name = "mlp"
-    """mlp, mnist1d, fashion, or one that a --plugin registers."""
-    inits: int = 8
-    """Random inits of every kind and horizon; at least 4."""
-    rows: int = 512
-    """Hosts that train at once."""
-    previews: int = 30
-    """Shadow steps of each candidate preview; 0 takes none."""
-    heads: bool = False
-    """Also measure the effect of every action head."""
+    family: Name = "mlp"  # mlp, mnist1d, fashion, or one that a --plugin registers.
+    inits: int = 8  # Random inits of every kind and horizon; at least 4.
+    rows: int = 512  # Hosts that train at once.
+    previews: int = 30  # Shadow steps of each candidate preview; 0 takes none.
+    heads: bool = False  # Also measure the effect of every action head.
     device: Device = "cpu"
-    """cpu, or cuda."""
     plugin: Plugins = ()
-    """Python files to run first: they may register families and blueprints."""
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    out: Annotated[Path | None, arg(metavar="FOLDER")] = None
     """Folder for the summary (JSON) and every outcome (safetensors)."""
-    record: File = None
-    """File for one recorded round of the sweep, for `esper replay`."""
-    commit: Annotated[str, tyro.conf.arg(metavar="HASH")] = ""
-    """Noted in the summary; by default that of the working directory."""
+    record: File = None  # File for one recorded round of the sweep, for `esper replay`.
+    commit: Commit = ""
 
 
 @dataclass(frozen=True)
 class Replay:
     """Run recorded episodes again; every measurement must be the same bit for bit.
 
-    Example: esper replay round.safetensors --row 3
-    """
+    Example: esper replay round.safetensors --row 3"""
 
-    trace: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
-    """File that recorded episodes were written to."""
-    row: Count = None
-    """Compare this row alone (all are run either way)."""
+    trace: Annotated[Path, Positional, arg(metavar="TRACE")]  # File that recorded episodes were written to.
+    row: Count = None  # Compare this row alone (all are run either way).
     plugin: Plugins = ()
-    """Python files to run first: they may register blueprints."""
 
 
 @dataclass(frozen=True)
 class TasksList:
     """List the tasks: host, samples, published scores, and whether the data is here.
 
-    Example: esper tasks --json
-    """
+    Example: esper tasks --json"""
 
-    json: bool = False
-    """Print one JSON object instead of the table."""
+    json: bool = False  # Print one JSON object instead of the table.
 
 
 @dataclass(frozen=True)
 class TasksAddData:
     """Check a task's files and remember their folder.
 
-    Example: esper tasks add-data mnist ~/mnist
-    """
+    Example: esper tasks add-data mnist ~/mnist"""
 
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """Task: mnist, fashion or cifar10."""
-    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")]
+    name: Annotated[str, Positional, arg(metavar="NAME")]  # Task: mnist, fashion or cifar10.
+    path: Annotated[Path, Positional, arg(metavar="PATH")]
     """Folder that holds the original files, gzipped or not."""
 
 
@@ -161,14 +128,9 @@ class TasksAddData:
 class Demo:
     """Train a controller for a minute, then watch the shipped one at work.
 
-    Example: esper demo --seed 1
-    """
+    Example: esper demo --seed 1"""
 
-    out: Folder = Path("demo")
-    """Folder for report.html, growth.svg and the run."""
-    rounds: int = 20
-    """Rounds of 48 episodes that the live training takes."""
-    hosts: int = 64
-    """Held-out scenarios, one host each, that every arm is played on."""
-    seed: int = 0
-    """Of the training."""
+    out: Folder = Path("demo")  # Folder for report.html, growth.svg and the run.
+    rounds: int = 20  # Rounds of 48 episodes that the live training takes.
+    hosts: int = 64  # Held-out scenarios, one host each, that every arm is played on.
+    seed: int = 0  # Of the training.

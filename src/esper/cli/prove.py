@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from esper.cli.options import Prove
-from esper.cli.runs import STORE, load_controller, load_run, make_folder, remove_store, use_plugins
+from esper.cli.runs import STORE, load_controller, load_run, make_folder, points, remove_left, use_plugins
 from esper.karn import write_report
 from esper.karn.report import cost_of, rows_of
 from esper.kasmina import check_device
@@ -26,16 +25,14 @@ from esper.leyline.provenance import provenance
 from esper.leyline.storage import locked, read_json, write_json
 from esper.nissa import Store, verify
 from esper.simic.proof.baselines import Tuned, tune
-from esper.simic.proof.claims import CONTROLLERS, Claim
+from esper.simic.proof.claims import CONTROLLERS
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.proving import POOLED, SHARED, Contestant, Proof, ProofConfig, prove
 from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle
 from esper.tamiyo.minds import Member, read_mind, shipped
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
 
-PLAIN = ("wait", "random", "heuristic")
-"""Policies that can be put before the court by name, to see it refuse them."""
-EFFECTS = (1e-6, 1.0)  # differences in score that can be asked for
+PLAIN = ("wait", "random", "heuristic")  # policies that go before the court by name, to see it refuse them
 
 
 def _check(options: Prove) -> ProofConfig:
@@ -44,9 +41,8 @@ def _check(options: Prove) -> ProofConfig:
         raise EsperError("name at least one run with --minds")
     if options.rows < 1 or options.episodes < 0 or options.jobs < 1:
         raise EsperError("--rows must be at least 1, --episodes at least 0, --jobs at least 1")
-    if not EFFECTS[0] <= options.effect <= EFFECTS[1]:  # nor if it is no number
-        least, most = EFFECTS
-        raise EsperError(f"--effect is {options.effect}; it must lie between {least:g} and {most:g}")
+    if not 1e-6 <= options.effect <= 1:  # nor if it is no number
+        raise EsperError(f"--effect is {options.effect}; it must lie between 1e-06 and 1")
     if os.path.lexists(options.out / f"{options.name}.json"):
         raise EsperError(f"--out {options.out} already holds a {options.name}; choose another folder")
     check_device(options.device)
@@ -76,8 +72,7 @@ def load_candidates(name: str, device: str) -> list[Candidate]:
     if name in shipped():
         return [_member(name, member, device) for member in read_mind(name)]
     folder = Path(name)
-    found = load_run(folder)
-    if found is None:
+    if (found := load_run(folder)) is None:
         names = ", ".join((*shipped(), *PLAIN))
         raise EsperError(f"--minds {name} is neither the folder of a run nor one of {names}")
     (config, _), called = found, folder.resolve().name
@@ -91,18 +86,18 @@ def load_candidates(name: str, device: str) -> list[Candidate]:
         raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and "
                          f"of {cost['episodes'] or 0} episodes; put back the whole one")
     contestant = Contestant(called, functools.partial(_decides, known.controller, device), cost["episodes"])
-    seed = f"{config.env.family.name} {config.seed}"
-    return [Candidate(contestant, config.env, folder, known.digest, seed, cost)]
+    return [Candidate(contestant, config.env, folder, known.digest,
+                      f"{config.env.family.name} {config.seed}", cost)]
 
 
 def _member(mind: str, member: Member, device: str) -> Candidate:
     """A controller of a shipped mind, in an environment like the one it was trained in."""
-    about, run = member.about, member.about["run"]["config"]
+    about, run, family = member.about, member.about["run"]["config"], member.about["family"]
     previews = PreviewConfig(run["preview_every"], run["preview_steps"]) if run["preview_every"] else None
-    env = EnvConfig(find_family(about["family"]), previews=previews)
     decides = functools.partial(_decides, member.controller, device)
-    contestant = Contestant(f"{mind} ({about['family']})", decides, about["episodes"])
-    return Candidate(contestant, env, None, about["agent sha256"], f"{about['family']} {run['seed']}")
+    return Candidate(Contestant(f"{mind} ({family})", decides, about["episodes"]),
+                     EnvConfig(find_family(family), previews=previews), digest=about["agent sha256"],
+                     seed=f"{family} {run['seed']}")
 
 
 def _decides(controller: Controller, device: str, spec: ActionSpec) -> Learned:
@@ -148,21 +143,23 @@ def run(options: Prove, console: Console) -> int:
     for one in candidates:
         one.contestant.make(env.spec)  # who cannot act there is refused before anything is tuned
     make_folder(options.out)
-    path, say = options.out / f"{options.name}.db", _speaker(console)
-    with locked(options.out), contextlib.closing(_empty(path)) as store:
-        _declare(options, env, candidates)
-        most = max(options.episodes, *(c.contestant.episodes for c in candidates), 1)
-        tuned = _tuned(options, env, most, say)
-        proof = prove(env, [c.contestant for c in candidates], tuned, config, store, say, options.jobs)
+    path, page, figures = (options.out / f"{options.name}.{kind}" for kind in ("db", "html", "json"))
+    with locked(options.out):
+        remove_left("proof", path)
+        with contextlib.closing(Store(path)) as store:  # early: a folder that cannot be written is found now
+            _declare(options, env, candidates)
+            most = max(options.episodes, *(c.contestant.episodes for c in candidates), 1)
+            say = _speaker(console)
+            tuned = _tuned(options, env, most, say)
+            proof = prove(env, [c.contestant for c in candidates], tuned, config, store, say, options.jobs)
     console.print(_table(proof))
     facts = _facts(options, env.family.name, proof)
-    console.print(f"{facts['verdict']}: {facts['reason']}", markup=False)
-    page, figures = (options.out / f"{options.name}.{kind}" for kind in ("html", "json"))
+    console.print(f"{facts['verdict']}: {facts['reason']}")
     write_report(path, {c.name: c.folder / STORE for c in candidates if c.folder}, facts, page)
     result = facts | {"controllers": {c.name: _about(c) for c in candidates},
                       "summary": rows_of(path, "summary"), "claims": [asdict(c) for c in proof.claims]}
     write_json(figures, options.name, _finite(result))
-    console.print(f"the report: {page}; every figure: {figures}", markup=False)
+    console.print(f"the report: {page}; every figure: {figures}")
     return 0 if options.rehearsal or proof.verdict == "holds" else 1
 
 
@@ -182,45 +179,30 @@ def _declare(options: Prove, env: EnvConfig, candidates: Sequence[Candidate]) ->
     write_json(path, "declaration", asked | {"declared with": provenance(options.device, options.commit)})
 
 
-def _empty(path: Path) -> Store:
-    """A new store, opened before anything is played: a folder that cannot be written is found out now."""
-    try:
-        remove_store(path)  # of a proof that did not end
-    except OSError as error:
-        raise EsperError(f"cannot remove what an earlier proof left: {error}; "
-                         "choose another --out") from error
-    return Store(path)
-
-
 def _about(one: Candidate) -> dict[str, Any]:
     """Where a controller comes from, and what it cost; previews and examinations count no host-epochs."""
-    names = {"round": "rounds", "episodes": "episodes", "host_epochs": "host_epochs", "seconds": "seconds"}
+    counts = {name: one.cost.get(name, 0) for name in ("episodes", "host_epochs", "seconds")}
     return {"run": one.folder and str(one.folder), "sha256": one.digest or None,
-            **{said: one.cost.get(name, 0) for name, said in names.items()}}
+            "rounds": one.cost.get("round", 0), **counts}
 
 
 def _finite(value: Any) -> Any:
     """What was not measured is null: JSON has no other word for it."""
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
 
 
 def _speaker(console: Console) -> Callable[[str], object]:
     """What is being played: one line that changes; off a terminal a line a minute."""
     last = [-math.inf]
 
-    def line(what: str) -> None:
-        if time.monotonic() - last[0] >= 60:
+    def say(what: str) -> None:
+        if console.is_terminal:
+            console.print(f"{what[:70]:<70}", style="dim", end="\r")
+        elif time.monotonic() - last[0] >= 60:
             last[0] = time.monotonic()
-            console.print(what, markup=False)
+            console.print(what)
 
-    def changing(what: str) -> None:
-        console.print(f"[dim]{escape(f'{what[:70]:<70}')}[/dim]", end="\r")
-
-    return changing if console.is_terminal else line
+    return say
 
 
 def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], object]) -> Tuned:
@@ -245,7 +227,7 @@ def _table(proof: Proof) -> Table:
     table = Table("control", title="Points above each control, with 95 % intervals", title_justify="left")
     names = list(dict.fromkeys(claim.controller for claim in proof.claims if claim.controller != POOLED))
     for name in (*(names if len(names) <= 2 else ("pooled", "least controller")), "verdict"):
-        table.add_column(escape(name), justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for control, asked in dict.fromkeys((claim.control, claim.asked) for claim in proof.claims):
         mine = [claim for claim in proof.claims if (claim.control, claim.asked) == (control, asked)]
         together, each = mine[-1], mine[:-1]
@@ -254,11 +236,7 @@ def _table(proof: Proof) -> Table:
                   for verdict, said in (("holds", "hold"), ("fails", "fail"), ("refused", "refused"))}
         verdict = ", ".join(f"{count} {said}" for said, count in counts.items() if count) or "reported"
         said = {"half": "half way to the oracle", "matches": f"{control} (matched)"}.get(asked, control)
-        table.add_row(said, *map(_points, each if len(names) <= 2 else (together, least)), verdict)
+        shown = (points(claim.difference, claim.low, claim.high)
+                 for claim in (each if len(names) <= 2 else (together, least)))
+        table.add_row(said, *shown, verdict)
     return table
-
-
-def _points(claim: Claim) -> str:
-    if math.isnan(claim.difference):
-        return "-"
-    return f"{100 * claim.difference:+.1f} ({100 * claim.low:+.1f} to {100 * claim.high:+.1f})"

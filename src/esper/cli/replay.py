@@ -19,16 +19,13 @@ def run(config: Replay, console: Console) -> None:
     if isinstance(header.get("threads"), int) and 1 <= header["threads"] <= 4096:
         torch.set_num_threads(header["threads"])
     here = provenance()
-    other = "; ".join(f"{name} {header.get(name)} then, {here[name]} now"
-                      for name in ("threads", "torch", "deterministic") if header.get(name) != here[name])
-    if other:
-        console.print(f"Bits are only promised for the same build, threads and mode: {other}", markup=False)
+    if other := "; ".join(f"{name} {header.get(name)} then, {here[name]} now" for name in
+                          ("threads", "torch", "deterministic") if header.get(name) != here[name]):
+        console.print(f"Bits are only promised for the same build, threads and mode: {other}")
     with console.status(f"{epochs} epochs of {rows} rows"):
         places = replay(episodes)
     mine = (f", row {config.row}", "every row")
-    different = [place for place in places if config.row is None or place.endswith(mine)]
-    if different:
+    if different := [place for place in places if config.row is None or place.endswith(mine)]:
         raise EsperError(f"{len(different)} of the measurements differ, first {different[0]}")
     what = f"row {config.row}" if config.row is not None else f"all {rows} rows"
-    console.print(f"{what}, {epochs} epochs: {len(episodes.measured)} measurements, bit for bit the same",
-                  markup=False)
+    console.print(f"{what}, {epochs} epochs: {len(episodes.measured)} measurements, bit for bit the same")

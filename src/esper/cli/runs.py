@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,10 +34,20 @@ def make_folder(folder: Path) -> None:
         raise EsperError(f"--out {folder} may not be written; choose another folder")
 
 
-def remove_store(path: Path) -> None:
-    """With the files that a store which was not closed leaves beside it."""
-    for end in ("", "-wal", "-shm"):
-        path.with_name(path.name + end).unlink(missing_ok=True)
+def remove_left(what: str, *paths: Path) -> None:
+    """Of files, with those that a store which was not closed leaves beside it."""
+    try:
+        for path in paths:
+            for end in ("", "-wal", "-shm") if path.suffix == ".db" else ("",):
+                path.with_name(path.name + end).unlink(missing_ok=True)
+    except OSError as error:
+        raise EsperError(f"cannot remove what an earlier {what} left: {error}; "
+                         "choose another --out") from error
+
+
+def points(mean: float, low: float, high: float) -> str:
+    """A difference in score and its interval; a dash if it was not measured."""
+    return "-" if math.isnan(mean) else f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def use_plugins(paths: Sequence[Path]) -> None:

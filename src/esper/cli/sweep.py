@@ -18,8 +18,7 @@ from esper.simic.proof.sweep import Sweep, choices, head_choices, run_sweep
 from esper.tolaria import EnvConfig, find_family
 
 
-def _check(config: Options) -> EnvConfig:
-    """Whatever is wrong is found before anything is played."""
+def run(config: Options, console: Console) -> None:
     use_plugins(config.plugin)
     if config.inits < 4 or config.rows < 1 or config.previews < 0:
         raise EsperError("--inits must be at least 4, --rows at least 1, --previews at least 0")
@@ -27,11 +26,7 @@ def _check(config: Options) -> EnvConfig:
         make_folder(config.out)
     if config.record is not None and not config.record.parent.is_dir():
         raise EsperError(f"--record {config.record} lies in a folder that does not exist")
-    return EnvConfig(find_family(config.family), device=config.device)
-
-
-def run(config: Options, console: Console) -> None:
-    env, started = _check(config), time.perf_counter()
+    env, started = EnvConfig(find_family(config.family), device=config.device), time.perf_counter()
     table = choices(env.family)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("episodes", total=None)
@@ -43,18 +38,19 @@ def run(config: Options, console: Console) -> None:
         effects = _heads(config, env, sweep, watch)
     outcomes = sweep.outcomes()
     levels, scenarios = voi.knowledge(outcomes), len(sweep.init)
+    rule = voi.decide(outcomes).rule.describe(sweep.feature_names)
     title = f"{config.family}: {scenarios} scenarios, {len(table)} choices, in points"
     console.print(voi.render(levels, title))
     console.print(_kinds(sweep))
-    console.print(f"rule: {voi.decide(outcomes).rule.describe(sweep.feature_names)}", markup=False)
+    console.print(f"rule: {rule}")
     for head, effect in effects.items():
         gain, error = (100 * part for part in effect.gain)
         console.print(f"head {head}: {gain:+.1f} ± {error:.1f} points")
     seconds = time.perf_counter() - started
     console.print(f"{scenarios * len(table)} episodes in {seconds:.0f} s, {sweep.rollbacks} rollbacks")
     if config.out is not None:
-        _write(config, sweep, levels, effects, seconds)
-        console.print(f"Written: {config.out}/sweep-{env.family.name}.json", markup=False)
+        _write(config, sweep, levels, rule, effects, seconds)
+        console.print(f"Written: {config.out}/sweep-{env.family.name}.json")
 
 
 def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any) -> dict[str, voi.HeadEffect]:
@@ -85,8 +81,8 @@ def _kinds(sweep: Sweep) -> Table:
     return table
 
 
-def _write(config: Options, sweep: Sweep, levels: list[voi.Level], effects: dict[str, voi.HeadEffect],
-           seconds: float) -> None:
+def _write(config: Options, sweep: Sweep, levels: list[voi.Level], rule: str,
+           effects: dict[str, voi.HeadEffect], seconds: float) -> None:
     assert config.out is not None
     gap, part = voi.gap(levels, voi.VISIBLE, voi.HIDDEN), voi.share(levels)
     summary = {
@@ -95,11 +91,9 @@ def _write(config: Options, sweep: Sweep, levels: list[voi.Level], effects: dict
                             "gain_error": v.gain_error,
                             "choices": {str(k): c for k, c in v.choices_taken.items()}} for v in levels},
         "oracle_gap": gap._asdict(), "rule_share": None if math.isnan(part.value) else part._asdict(),
-        "rollbacks": sweep.rollbacks,
-        "rule": voi.decide(sweep.outcomes()).rule.describe(sweep.feature_names),
+        "rollbacks": sweep.rollbacks, "rule": rule,
         "heads": {name: {**each.gain._asdict(), "spread": each.spread} for name, each in effects.items()},
-        "seconds": seconds, **provenance(config.device, config.commit),
-    }
+        "seconds": seconds, **provenance(config.device, config.commit)}
     write_json(config.out / f"sweep-{config.family}.json", "sweep", summary)
     arrays = {name: getattr(sweep, name) for name in ("score", "params", "spent", "features", "init")}
     arrays |= {f"scenarios.{name}": t for name, t in sweep.scenarios.columns().items()}

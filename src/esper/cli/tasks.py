@@ -10,8 +10,8 @@ from esper.tolaria.tasks import TASKS, add_data, where
 
 
 def tasks_table() -> Table:
-    table = Table(title="Tasks", title_justify="left", caption="samples: train / validation / test",
-                  caption_justify="left")
+    table = Table(title="Tasks", title_justify="left", caption_justify="left")
+    table.caption = "samples: train / validation / test"
     for name in ("task", "host", "samples", "reference score", "data"):
         table.add_column(name, overflow="fold")
     for task in TASKS.values():
@@ -25,8 +25,7 @@ def tasks_table() -> Table:
 def run(config: TasksList | TasksAddData, console: Console) -> None:
     if isinstance(config, TasksAddData):
         folder = add_data(config.name, config.path)
-        console.print(f"{config.name}: all files in {folder} are as expected; Esper reads them from there",
-                      markup=False)
+        console.print(f"{config.name}: all files in {folder} are as expected; Esper reads them from there")
     elif config.json:
         names = ("host", "inputs", "sizes", "reference")
         print(json.dumps({task.name: {**{name: getattr(task, name) for name in names}, "data": where(task)}

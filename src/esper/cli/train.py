@@ -1,5 +1,6 @@
 """`esper train`: a controller learns; everything about the run lies in one folder."""
 
+import functools
 import os
 import shlex
 import signal
@@ -26,15 +27,13 @@ from esper.tamiyo import Heuristic, Learned
 from esper.tolaria import Family, find_family
 
 _SOLVER = {"entropy": [0.1, 0.002], "explore": [0.05, 0.0]}
+_SMALL = {"env": {"previews": False}, "ppo": _SOLVER}
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32,
-              "env": {"previews": False}, "ppo": _SOLVER},
-    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128,
-            "env": {"previews": False}, "ppo": _SOLVER},
+    "quick": {"rounds": 16, "rows": 48, "scenarios": 192, "exam_every": 16, "exam_rows": 32, **_SMALL},
+    "cpu": {"rounds": 150, "rows": 64, "scenarios": 1024, "exam_every": 25, "exam_rows": 128, **_SMALL},
     "gpu": {"rounds": 32, "rows": 192, "scenarios": 1152, "exam_every": 16, "exam_rows": 128,
             "env": {"previews": {"every": 20, "steps": 20}, "device": "cuda"},
-            "ppo": {**_SOLVER, "minibatches": 8}},
-}
+            "ppo": {**_SOLVER, "minibatches": 8}}}
 """name -> what differs from the defaults of `TrainConfig`."""
 
 
@@ -43,17 +42,16 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
     preset = options.preset or ("quick" if stored is None else "")
     if preset and preset not in PRESETS:
         raise EsperError(f"no --preset {preset!r}; choose from {', '.join(PRESETS)}")
-    changes: Any = PRESETS.get(preset, {})
+    layers: list[dict[str, Any]] = [PRESETS.get(preset, {})]
     if options.family:
-        family = {"family": to_dict(find_family(options.family)), "spec": False}
-        changes = _merged(changes, {"env": family})
+        layers.append({"env": {"family": to_dict(find_family(options.family)), "spec": False}})
     if options.config is not None:
-        changes = _merged(changes, _toml(options.config))
+        layers.append(_toml(options.config))
     given = {name: getattr(options, name) for name in ("rounds", "rows", "seed")}
-    changes = _merged(changes, {name: value for name, value in given.items() if value is not None})
+    layers.append({name: value for name, value in given.items() if value is not None})
     if options.device:
-        changes = _merged(changes, {"env": {"device": options.device}})
-    return override(stored or TrainConfig(), changes, "the config")
+        layers.append({"env": {"device": options.device}})
+    return override(stored or TrainConfig(), functools.reduce(_merged, layers), "the config")
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -88,16 +86,13 @@ def run(options: Train, console: Console) -> None:
         config = training.config
         training.sink = stack.enter_context(closing(Store(folder / STORE)))
         asked = stack.enter_context(_interruptible(console))
-        live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
-        if live is not None:
-            stack.enter_context(live)
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
         training.run(lambda: bool(asked), lambda done: _show(folder, config.rounds, console, live))
         if training.agent.updates < config.rounds:
-            console.print(f"stopped after round {training.agent.updates}; go on with: {again}", markup=False)
+            console.print(f"stopped after round {training.agent.updates}; go on with: {again}")
             return
         _conclude(training, console)
-    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}",
-                  markup=False)
+    console.print(f"the controller: {folder / CHECKPOINT}; everything measured: {folder / STORE}")
 
 
 @contextmanager
@@ -109,8 +104,7 @@ def _interruptible(console: Console) -> Iterator[list[int]]:
         if asked:
             raise KeyboardInterrupt
         asked.append(number)
-        console.print("stopping after this round; Ctrl-C again stops at once and loses the round",
-                      markup=False)
+        console.print("stopping after this round; Ctrl-C again stops at once and loses the round")
 
     before = signal.signal(signal.SIGINT, ask)
     try:
@@ -123,7 +117,7 @@ def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> Non
     state = summary(folder / STORE, rounds)
     assert state is not None
     if live is None:
-        console.print(state.line(), markup=False)
+        console.print(state.line())
     else:
         live.update(panel(state), refresh=True)
 
@@ -143,8 +137,8 @@ def _created(options: Train, stack: ExitStack) -> Training:
 
 def _resumed(options: Train, console: Console, stack: ExitStack) -> Training:
     """The run of a folder as it was begun; options that say otherwise are refused."""
-    folder, found = options.out, load_run(options.out)
-    if found is None:
+    folder = options.out
+    if (found := load_run(folder)) is None:
         raise EsperError(f"--out {folder} holds no run to resume")
     config, about = found
     if different := _differences(to_dict(config), to_dict(resolve_config(options, config))):
@@ -177,10 +171,10 @@ def _as_before(made_with: dict[str, Any], console: Console) -> None:
     """Bits depend on threads and build: threads are set as they were, and another build is told."""
     if made_with["threads"] != torch.get_num_threads():
         torch.set_num_threads(int(made_with["threads"]))
-        console.print(f"using {made_with['threads']} threads, as the run was begun with", markup=False)
+        console.print(f"using {made_with['threads']} threads, as the run was begun with")
     if made_with["torch"] != torch.__version__:
         console.print(f"the run was begun with torch {made_with['torch']}, this is {torch.__version__}: "
-                      "it goes on, but not bit for bit", markup=False)
+                      "it goes on, but not bit for bit")
 
 
 def _conclude(training: Training, console: Console) -> None:

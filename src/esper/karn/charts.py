@@ -8,21 +8,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-NARROW, LETTER, LINE = 270, 5.9, 13
-"""Pixels: a plot on a small phone, a letter, a line of text."""
-Z95 = 1.96
-"""Standard errors on each side of a mean, in a 95 % interval."""
-Box = tuple[float, float, float, float]
+NARROW, LETTER, LINE = 270, 5.9, 13  # pixels: a plot on a small phone, a letter, a line of text
+Z95 = 1.96  # standard errors on each side of a mean, in a 95 % interval
 Point = tuple[float, float]
-Span = tuple[str, str, float, float, float]
-"""(class, title, low, value, high)"""
-Estimate = tuple[float, float, float | None]
-"""(x, y, half of its interval, if it has one)"""
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+Span = tuple[str, str, float, float, float]  # class, title, low, value, high
+Estimate = tuple[float, float, float | None]  # x, y, half of its interval if it has one
 
 
 def tag(name: str, *inner: str, **attributes: object) -> str:
-    """An element. Attributes are escaped (class_ is class, _ is -) and left out if empty; what is inside is
-    markup already."""
+    """An element around markup. Attributes (class_ is class, _ is -) are escaped, and left out if empty."""
     given = (f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
              for key, value in attributes.items() if value != "")
     return f"<{name}{''.join(given)}>{''.join(inner)}</{name}>"
@@ -37,10 +32,9 @@ def rule(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
     return tag("line", x1=f"{x1:.2f}%", y1=f"{y1:.1f}", x2=f"{x2:.2f}%", y2=f"{y2:.1f}", class_=class_)
 
 
-def block(x: float, y: float, width: float, height: float, class_: str, title: str = "", style: str = "",
-          ) -> str:
+def block(x: float, y: float, width: float, height: float, class_: str, title: str = "", **look: str) -> str:
     return tag("rect", tag("title", escape(title)) if title else "", x=f"{x:.2f}%", y=f"{y:.1f}",
-               width=f"{width:.2f}%", height=f"{height:.1f}", class_=class_, style=style)
+               width=f"{width:.2f}%", height=f"{height:.1f}", class_=class_, **look)
 
 
 def drawing(height: float, marks: Iterable[str], left: float = 0) -> str:
@@ -124,16 +118,13 @@ def scatter(dots: Mapping[str, Point], x_title: str, y_title: str, subject: str)
     return plot.svg(x_title, y_title)
 
 
-def _labels(places: Mapping[str, Point], line: Sequence[Point], height: float,
-            ) -> dict[str, tuple[bool, float]]:
-    """By name: is it left of its dot, and how far down? What does not meet on a narrow chart does not meet on
-    a wider one."""
+def _labels(places: Mapping[str, Point], line: Sequence[Point], height: float) -> dict[str, tuple[bool, int]]:
+    """Left of its dot? How far down? What does not meet on a narrow chart does not meet on a wider one."""
     spots = {name: (x * NARROW / 100, y) for name, (x, y) in places.items()}
     dots = {name: (x - 5, y - 5, x + 5, y + 5) for name, (x, y) in spots.items()}
     thin = [(x1 * NARROW / 100 + 2, y2, x2 * NARROW / 100 - 2, y1)
             for (x1, y1), (x2, y2) in itertools.pairwise(line)]
-    labels: list[Box] = []
-    chosen: dict[str, tuple[bool, float]] = {}
+    labels, chosen = list[Box](), dict[str, tuple[bool, int]]()
     for name, (x, y) in sorted(spots.items(), key=lambda item: item[1][1]):
         solid = labels + [box for other, box in dots.items() if other != name]
         width, best = LETTER * len(name), math.inf
@@ -204,7 +195,7 @@ def heat(counts: Mapping[tuple[str, int], int], rows: Sequence[str], columns: Se
     for (y, row), (x, column) in itertools.product(enumerate(rows), enumerate(columns)):
         if count := counts.get((row, column), 0):
             title, share = f"{row} in slot {column}: {count}", count / full
-            marks += [block(width * x, 18 * y, width, 18, "cell", title, f"--share:{share:.3f}"),
+            marks += [block(width * x, 18 * y, width, 18, "cell", title, style=f"--share:{share:.3f}"),
                       words(count, width * (x + 0.5), 18 * y + 13, "middle", "strong" if share > 0.5 else "")]
     return drawing(18 * len(rows), marks, left)
 
@@ -217,9 +208,8 @@ def histogram(bars: Sequence[tuple[float, float]], full: float, left: float, x_t
     for number, values in enumerate(bars):
         for value, class_ in zip(values, ("c1", "c1 pale"), strict=True):
             if value:
-                tall = height * value / full
-                marks.append(block(width * number, height - tall, width * 0.84, tall, class_,
-                                   f"{number}: {value:.2g}"))
+                tall, title = height * value / full, f"{number}: {value:.2g}"
+                marks.append(block(width * number, height - tall, width * 0.84, tall, class_, title))
         if number % 5 == 0:
             marks.append(words(number, width * (number + 0.42), height + 13, "middle", "dim"))
     return drawing(height, marks, left)

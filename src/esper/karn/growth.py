@@ -27,13 +27,11 @@ class Frame:
 
 
 def growth_svg(frames: Sequence[Frame], blueprints: Sequence[str], title: str, names: Sequence[str]) -> str:
-    """Bars are coloured by blueprint and as opaque as alpha; incubating seeds are outlined, fossils
-    underlined in black. The name of a host is not repeated under the same one."""
+    """Incubating seeds are outlined, fossils underlined. A host's name is not repeated under the same one."""
     rows, slots = frames[0].stage.shape
     pitch, left = slots * _BAND + _GAP, _MARGIN + round(_LETTER * max(map(len, names)))
-    right = left + len(frames) * _CELL
+    right, height = left + len(frames) * _CELL, _TOP + rows * pitch + 40
     width = max(right + 150, _MARGIN + round(_LETTER * len(_EXPLAINED)))
-    height = _TOP + rows * pitch + 40
     shown = [b for b in range(len(blueprints)) if any(bool((f.blueprint == b).any()) for f in frames)]
     parts = [_box(0, 0, width, height, fill="#ffffff"),
              _words(title, _MARGIN, 26, font_size=16, font_weight=600),
@@ -78,10 +76,9 @@ def _bars(frame: Frame, x: int, pitch: int) -> list[str]:
 
 def _legend(shown: Sequence[int], blueprints: Sequence[str], x: int) -> list[str]:
     lines = []
-    for line, blueprint in enumerate(shown):
-        y = _TOP + 20 * line
-        lines += [_box(x, y, 14, 12, fill=_COLOURS[blueprint % len(_COLOURS)]),
-                  _words(blueprints[blueprint], x + 22, y + 10)]
+    for y, blueprint in enumerate(shown):
+        lines += [_box(x, _TOP + 20 * y, 14, 12, fill=_COLOURS[blueprint % len(_COLOURS)]),
+                  _words(blueprints[blueprint], x + 22, _TOP + 20 * y + 10)]
     y = _TOP + 20 * len(shown) + 12
     return [*lines, _box(x + 0.5, y + 3, 14, 5, fill="none", stroke=_DIM),
             _words("incubating", x + 22, y + 10), _box(x, y + 28, 14, 2, fill=_INK),

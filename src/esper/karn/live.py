@@ -13,11 +13,9 @@ from esper.nissa import read
 if TYPE_CHECKING:  # rich is for those who show a panel; the room is read without it
     from rich.table import Table
 
-FUNNEL = ("GERMINATED", "BLENDING", "HOLDING", "FOSSILIZED", "PRUNED")
-"""A life that is kept, and the way out."""
+FUNNEL = ("GERMINATED", "BLENDING", "HOLDING", "FOSSILIZED", "PRUNED")  # a life that is kept; the way out
 EIGHTHS, LEVELS = ("", *"▏▎▍▌▋▊▉"), "▁▂▃▄▅▆▇█"
-BAR, CURVE = 40, 50
-"""Columns of the bar, and of the curve at most."""
+BAR, CURVE = 40, 50  # columns of the bar, and of the curve at most
 
 
 @dataclass(frozen=True)
@@ -26,20 +24,16 @@ class Summary:
 
     rounds: int
     planned: int
-    rate: float
-    """Host-epochs per second over the last ten rounds."""
-    left: float
-    """Seconds to go at that rate."""
+    rate: float  # host-epochs per second over the last ten rounds
+    left: float  # seconds to go at that rate
     utility: float | None
-    interval: float | None
-    """Half the width of its 95 % interval."""
+    interval: float | None  # half the width of its 95 % interval
     exam: float | None
     ops: dict[str, float]
     entropies: dict[str, float]
     funnel: dict[str, int]
     anomalies: list[str]
-    curve: list[float | None]
-    """The utility of every round."""
+    curve: list[float | None]  # the utility of every round
 
     @property
     def worth(self) -> str:
@@ -67,17 +61,16 @@ def summary(path: Path, planned: int) -> Summary | None:
     seconds, epochs = (statistics.fmean(row[column] for row in rows[-10:]) for column in (1, 2))
     exam = read(path, "SELECT 100 * avg(utility) FROM exam WHERE policy = 'learned' AND round = "
                       "(SELECT max(round) FROM exam WHERE policy = 'learned')")[0][0]
-    ops = read(path, "SELECT op, count(*) FROM step WHERE round = ? GROUP BY op", last)
-    total = sum(count for _, count in ops)
+    ops = dict(read(path, "SELECT op, count(*) FROM step WHERE round = ? GROUP BY op", last))
     moves = dict(read(path, "SELECT target, count(*) FROM move WHERE round = ? GROUP BY target", last))
     troubles = read(path, "SELECT kind || ' ' || place FROM anomaly WHERE round = ?", last)
     return Summary(
         rounds=last + 1, planned=planned, rate=epochs / max(seconds, 1e-9),
         left=(planned - last - 1) * seconds, utility=utility, interval=None if error is None else Z95 * error,
-        exam=exam, ops={op: count / total for op, count in ops},
+        exam=exam, ops={op: count / sum(ops.values()) for op, count in ops.items()},
         funnel={stage: moves.get(stage, 0) for stage in FUNNEL},
         entropies=dict(read(path, "SELECT head, entropy FROM head WHERE round = ?", last)),
-        anomalies=[row[0] for row in troubles], curve=[row[3] for row in rows])
+        anomalies=[trouble for (trouble,) in troubles], curve=[row[3] for row in rows])
 
 
 def bar(share: float, width: int = BAR) -> str:

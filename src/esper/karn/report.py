@@ -21,19 +21,19 @@ from esper.leyline.storage import atomic_write
 from esper.nissa import TABLES, read
 
 POOLED, LEARNED = "pooled", "learned"
-VERDICTS = {"holds": "The proof holds", "fails": "The proof fails", "refused": "The proof is refused",
-            "rehearsal": "A rehearsal on validation scenarios",
-            "demo": "A demonstration on validation scenarios"}
-SCORED = (dict.fromkeys(("holds", "fails", "refused"), "the test split")
-          | dict.fromkeys(("rehearsal", "demo"), "validation samples; the test split stayed closed"))
-"""verdict -> what accuracies were measured on"""
+_OPENED, _CLOSED = "the test split", "validation samples; the test split stayed closed"
+VERDICTS = {"holds": ("Proof", "The proof holds", _OPENED), "fails": ("Proof", "The proof fails", _OPENED),
+            "refused": ("Proof", "The proof is refused", _OPENED),
+            "rehearsal": ("Rehearsal", "A rehearsal on validation scenarios", _CLOSED),
+            "demo": ("Demo", "A demonstration on validation scenarios", _CLOSED)}
+"""verdict -> (what the page is, what it says, what accuracies were measured on)"""
 ASKED = {"beats": "beats", "matches": "matches", "half": "half of the way between", "reported": "beside"}
 FATES = {"FOSSILIZE": "kept", "PRUNE": "pruned"}
 Row = dict[str, Any]
 
 
 class Seed(NamedTuple):
-    """A GERMINATE and its fate: nothing, if its slot saw neither FOSSILIZE nor PRUNE before the next one."""
+    """A GERMINATE and its fate: unfinished, if its slot saw neither FOSSILIZE nor PRUNE before the next."""
 
     controller: str
     arm: str
@@ -60,10 +60,8 @@ class Evidence:
     arms: list[Row]
     claims: list[Row]
     seeds: list[Seed]
-    episodes: list[tuple[str, str, str, float, int]]
-    """(controller, arm, hidden type, price, count)"""
-    runs: dict[str, Run | str]
-    """By controller; where there is none, why."""
+    episodes: list[tuple[str, str, str, float, int]]  # (controller, arm, hidden type, price, count)
+    runs: dict[str, Run | str]  # by controller; where there is none, why
 
     @property
     def colours(self) -> dict[str, str]:
@@ -74,20 +72,17 @@ class Evidence:
 
 
 def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, object], out: Path) -> None:
-    """`store`: the proof's. `runs`: by controller; the page says which cannot be read. `facts`: for its head,
-    in their order."""
+    """`store`: the proof's. `runs`: by controller; those it cannot read are named. `facts`: for its head."""
     episodes = read(store, "SELECT controller, arm, kind, price, count(*) FROM arm GROUP BY 1, 2, 3, 4")
     evidence = Evidence(rows_of(store, "summary"), rows_of(store, "claim"), seeds_of(store), episodes,
                         {name: _run(path) for name, path in runs.items()})
-    shown = {title: show(evidence) for title, show in SECTIONS.items()
-             if evidence.claims or title not in CLAIMED}
-    sections = [tag("section", tag("h2", title), text, id=f"s{number}")
-                for number, (title, text) in enumerate(shown.items())]
+    shown = [title for title in SECTIONS if evidence.claims or title not in CLAIMED]
+    sections = [tag("section", tag("h2", title), SECTIONS[title](evidence), id=f"s{number}")
+                for number, title in enumerate(shown)]
     links = [tag("a", title, href=f"#s{number}") for number, title in enumerate(shown)]
-    what = {"demo": "Demo", "rehearsal": "Rehearsal"}.get(str(facts.get("verdict")), "Proof")
-    page = PAGE.format(title=escape(f"{what}: {facts.get('family', store.name)}"), style=STYLE,
-                       head=_head(facts), links="".join(links), body="\n".join(sections))
-    atomic_write(out, page)
+    what, head = _head(facts)
+    atomic_write(out, PAGE.format(title=escape(f"{what}: {facts.get('family', store.name)}"), style=STYLE,
+                                  head=head, links="".join(links), body="\n".join(sections)))
 
 
 def seeds_of(store: Path) -> list[Seed]:
@@ -124,18 +119,14 @@ def _run(path: Path) -> Run | str:
                             "WHERE utility IS NOT NULL ORDER BY round", Z95)
         exams = read(path, "SELECT round, 100 * utility FROM exam "
                            "WHERE policy = ? AND utility IS NOT NULL ORDER BY round", LEARNED)
-        means = [_estimate(number, [utility for _, utility in each])
-                 for number, each in itertools.groupby(exams, key=lambda row: row[0])]
+        means: list[charts.Estimate] = []
+        for number, each in itertools.groupby(exams, key=lambda row: row[0]):
+            found = [utility for _, utility in each]
+            half = Z95 * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+            means.append((number, statistics.fmean(found), half))
         return Run(rounds, means, cost_of(path))
     except EsperError as error:
         return str(error)
-
-
-def _estimate(number: int, utilities: Sequence[float]) -> charts.Estimate:
-    """The mean of an examination with its interval, which a single scenario does not have."""
-    n = len(utilities)
-    half = Z95 * statistics.stdev(utilities) / math.sqrt(n) if n > 1 else None
-    return number, statistics.fmean(utilities), half
 
 
 class Column(NamedTuple):
@@ -150,10 +141,6 @@ def _points(*values: float) -> str:
     return " … ".join(f"{100 * value:+.2f}" for value in values)
 
 
-def _text(value: object) -> str:
-    return escape(str(value))
-
-
 _count, _share = "{:,.0f}".format, "{:.2f}".format
 ARMS = (
     Column("summary.arm", "arm", lambda arm: tag("b" if arm == LEARNED else "span", escape(arm))),
@@ -165,15 +152,15 @@ ARMS = (
     Column("summary.flops", "FLOPs, host trainings", _share),
     Column("summary.episodes", "episodes tuned or trained", _count))
 CLAIMS = (
-    Column("claim.asked", "asked", _text), Column("claim.control", "control", _text),
+    Column("claim.asked", "asked", escape), Column("claim.control", "control", escape),
     Column("claim.n", "n", _count), Column("claim.difference", "difference, points", _points),
     Column("claim.low claim.high", "95 % interval", _points),
     Column("claim.improvement", "probability of improvement", _share),
     Column("claim.needed", "scenarios needed", _count),
     Column("claim.verdict", "verdict", lambda verdict: tag("span", escape(verdict), class_=verdict)),
-    Column("claim.reason", "reason", _text))
+    Column("claim.reason", "reason", escape))
 COSTS = (
-    Column("summary.arm", "who", _text), Column("round.round", "rounds", _count),
+    Column("summary.arm", "who", escape), Column("round.round", "rounds", _count),
     Column("round.host_epochs", "host-epochs of training", _count),
     Column("round.seconds", "seconds of training", _count),
     Column("summary.episodes", "episodes tuned or trained", _count),
@@ -181,18 +168,16 @@ COSTS = (
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    names = [[name.split(".") for name in column.names.split()] for column in columns]
-    metrics = [TABLES[table][name] for (table, name), *_ in names]
-    sides = ["" if metric.kind == "TEXT" else "n" for metric in metrics]
-    helps = [metric.help + (f" [{metric.unit}]" if metric.unit else "") for metric in metrics]
-    head = [tag("th", escape(column.heading), class_=side, title=title)
-            for column, title, side in zip(columns, helps, sides, strict=True)]
-    body = []
-    for row in rows:
-        values = [[row.get(name) for _, name in each] for each in names]
-        body.append(tag("tr", *(tag("td", "" if None in each else column.show(*each), class_=side)
-                                for column, each, side in zip(columns, values, sides, strict=True))))
-    return tag("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body)), class_="wide")
+    head, body = [], [""] * len(rows)
+    for column in columns:
+        (table, first), *others = (name.split(".") for name in column.names.split())
+        metric, names = TABLES[table][first], [first, *(name for _, name in others)]
+        side, unit = "" if metric.kind == "TEXT" else "n", f" [{metric.unit}]" if metric.unit else ""
+        head.append(tag("th", escape(column.heading), class_=side, title=metric.help + unit))
+        for place, values in enumerate([row.get(name) for name in names] for row in rows):
+            body[place] += tag("td", "" if None in values else column.show(*values), class_=side)
+    table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *(tag("tr", cells) for cells in body)))
+    return tag("div", table, class_="wide")
 
 
 def _legend(colours: Mapping[str, str]) -> str:
@@ -210,12 +195,13 @@ def _fold(name: str, about: str, *inner: str) -> str:
     return tag("details", label, *inner, open="open" if name == POOLED else "")
 
 
-def _head(facts: Mapping[str, object]) -> str:
-    verdict = str(facts.get("verdict", "unknown"))
-    said, why = VERDICTS.get(verdict, f"The verdict is {verdict}"), facts.get("reason", "no reason was given")
-    scored = _note(f"Accuracies are of delivered networks on {SCORED[verdict]}.") if verdict in SCORED else ""
-    items = [tag("div", tag("dt", _text(name)), tag("dd", _text(value))) for name, value in facts.items()]
-    return tag("p", escape(f"{said}: {why}."), class_=f"verdict {verdict}") + scored + tag("dl", *items)
+def _head(facts: Mapping[str, object]) -> tuple[str, str]:
+    """What the page is, and how it begins."""
+    verdict, why = str(facts.get("verdict", "unknown")), facts.get("reason", "no reason was given")
+    what, said, measured = VERDICTS.get(verdict, ("Proof", f"The verdict is {verdict}", ""))
+    scored = _note(f"Accuracies are of delivered networks on {measured}.") if measured else ""
+    items = (tag("div", tag("dt", escape(key)), tag("dd", escape(str(fact)))) for key, fact in facts.items())
+    return what, tag("p", escape(f"{said}: {why}."), class_=f"verdict {verdict}") + scored + tag("dl", *items)
 
 
 def _together(evidence: Evidence) -> list[Row]:
@@ -240,13 +226,13 @@ def _order(claim: Row) -> tuple[int, float]:
 
 
 def _claims(evidence: Evidence) -> str:
-    parts = []
+    folds = ""
     for name in evidence.colours:
         rows = sorted((row for row in evidence.claims if row["controller"] == name), key=_order)
         counts = Counter(row["verdict"] for row in rows)
         about = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
-        parts.append(_fold(name, f": {about}", _table(CLAIMS, rows)))
-    return "".join(parts)
+        folds += _fold(name, f": {about}", _table(CLAIMS, rows))
+    return folds
 
 
 def _forest(evidence: Evidence) -> str:
@@ -285,9 +271,8 @@ def _grown(evidence: Evidence) -> str:
                    "germinations per episode by epoch (0 is the first), in full colour if kept. Colours are "
                    "per episode too; one scale under each heading.")]
     for name in evidence.colours:
-        mine = (LEARNED,) if name == POOLED else (LEARNED, name)
-        seeds = [seed for seed in evidence.seeds if (seed.arm, seed.controller)[:len(mine)] == mine]
-        played = [each for each in evidence.episodes if (each[1], each[0])[:len(mine)] == mine]
+        seeds = [seed for seed in evidence.seeds if seed.arm == LEARNED and name in (POOLED, seed.controller)]
+        played = [each for each in evidence.episodes if each[1] == LEARNED and name in (POOLED, each[0])]
         about = f": {len(seeds)} germinated, {sum(seed.fate == 'kept' for seed in seeds)} kept"
         splits = [tag("h3", title) + _panels(seeds, played, axes, split) for title, split in SPLITS.items()]
         parts.append(_fold(name, about, *splits))
@@ -343,8 +328,8 @@ def _learning(evidence: Evidence) -> str:
     titles = {"rounds": "utility of a round, points", "exams": "mean utility of an examination, points"}
     plots = [charts.curves({name: (colours[name], getattr(run, what)) for name, run in known.items()},
                            "rounds", title) for what, title in titles.items()]
-    notes.append(_note("With 95 % intervals, where more than one episode tells of them."))
-    return "".join([*notes, _legend(colours), tag("div", *plots, class_="pair")])
+    return ("".join(notes) + _note("With 95 % intervals, where more than one episode tells of them.")
+            + _legend(colours) + tag("div", *plots, class_="pair"))
 
 
 def _costs(evidence: Evidence) -> str:

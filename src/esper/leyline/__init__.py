@@ -12,7 +12,6 @@ from esper.leyline.actions import (
     Style,
     relevance_table,
 )
-from esper.leyline.codec import from_dict, override, to_dict
 from esper.leyline.errors import EsperError, InvalidStateMachineError, StateFormatError
 from esper.leyline.records import Contribution, Cost, Rollback, SlotConfig, SlotShape, Transition
 from esper.leyline.stages import TRANSITIONS, GateConfig, SeedStage, check_transitions
@@ -23,5 +22,5 @@ __all__ = [
     "AlphaCurve", "Contribution", "Cost", "EsperError", "Facts", "Field", "GateConfig", "Head",
     "InvalidStateMachineError", "LifecycleOp", "Observation", "ObservationSpec", "Rollback", "SeedStage",
     "Seeds", "SlotConfig", "SlotShape", "StateFormatError", "Style", "Transition", "View",
-    "check_transitions", "from_dict", "override", "relevance_table", "to_dict",
+    "check_transitions", "relevance_table",
 ]

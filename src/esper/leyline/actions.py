@@ -1,7 +1,7 @@
 """The factored action: operations, heads, which head matters for which operation, what head indices mean."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -50,11 +50,9 @@ class AlphaCurve(IntEnum):
     SIGMOID_SHARP = 4
 
 
-TEMPOS = (3, 5, 8)
-"""Epochs of a seed's first ramp, by index of Head.TEMPO."""
+TEMPOS = (3, 5, 8)  # epochs of a seed's first ramp, by index of Head.TEMPO
 ALPHA_TARGETS = (0.5, 0.7, 1.0)
-ALPHA_SPEEDS = (0, 3, 5, 8)
-"""Epochs of a later ramp; 0 is at once."""
+ALPHA_SPEEDS = (0, 3, 5, 8)  # epochs of a later ramp; 0 is at once
 
 _RELEVANT: Mapping[LifecycleOp, frozenset[Head]] = {
     LifecycleOp.WAIT: frozenset(),
@@ -82,15 +80,9 @@ RELEVANCE = relevance_table(_RELEVANT)
 """RELEVANCE[op, head]: does this head's choice have any effect under this op?"""
 
 _DEFAULTS: Mapping[Head, int] = {
-    Head.OP: LifecycleOp.WAIT,
-    Head.SLOT: 0,
-    Head.BLUEPRINT: 0,
-    Head.STYLE: Style.ADD,
-    Head.TEMPO: TEMPOS.index(3),
-    Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0),
-    Head.ALPHA_SPEED: ALPHA_SPEEDS.index(0),
-    Head.ALPHA_CURVE: AlphaCurve.LINEAR,
-}
+    Head.OP: LifecycleOp.WAIT, Head.SLOT: 0, Head.BLUEPRINT: 0, Head.STYLE: Style.ADD,
+    Head.TEMPO: TEMPOS.index(3), Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0),
+    Head.ALPHA_SPEED: ALPHA_SPEEDS.index(0), Head.ALPHA_CURVE: AlphaCurve.LINEAR}
 
 
 @dataclass(frozen=True)
@@ -101,8 +93,7 @@ class ActionSpec:
     blueprints: tuple[str, ...]
     heads: tuple[Head, ...] = tuple(Head)
     ops: tuple[LifecycleOp, ...] = tuple(LifecycleOp)
-    auto_advance: bool = False
-    """Move TRAINING seeds to BLENDING as soon as their gate passes, without an ADVANCE."""
+    auto_advance: bool = False  # TRAINING seeds blend as soon as their gate passes, without an ADVANCE
     defaults: Mapping[Head, int] = field(default_factory=dict)
     """Indices of heads that are not chosen; heads left out here take Esper's own."""
     pairs: tuple[tuple[LifecycleOp, Head], ...] = field(init=False, repr=False, compare=False)
@@ -113,11 +104,10 @@ class ActionSpec:
     def __post_init__(self) -> None:
         behind = set(self.heads) - {Head.OP, Head.SLOT}
         order = sorted(behind, key=lambda head: (head is not Head.ALPHA_SPEED, head))
-        for name, value in (
-                ("defaults", {head: int(index) for head, index in {**_DEFAULTS, **self.defaults}.items()}),
-                ("pairs", tuple((op, head) for op in self.ops for head in order if head in _RELEVANT[op])),
-                ("head_sizes", {head: len(choices) for head, choices in self.choices.items()})):
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            defaults={head: int(index) for head, index in {**_DEFAULTS, **self.defaults}.items()},
+            pairs=tuple((op, head) for op in self.ops for head in order if head in _RELEVANT[op]),
+            head_sizes={head: len(choices) for head, choices in self.choices.items()})
         if Head.OP not in self.heads or LifecycleOp.WAIT not in self.ops:
             raise EsperError("an ActionSpec needs the op head and the WAIT op; add them to heads and ops")
         if (LifecycleOp.ADVANCE in self.ops) == self.auto_advance:
@@ -136,7 +126,7 @@ class ActionSpec:
         """What sweeps of the shipped families found to matter: which op, where, which blueprint. No other
         head gained more than 0.2 points over its default (`experiments/results/sweep-*.json`, "heads")."""
         compact = cls.compact(slots, blueprints)
-        return cls(slots, compact.blueprints, compact.heads[:3], compact.ops, auto_advance=True)
+        return replace(compact, heads=compact.heads[:3])
 
     @classmethod
     def compact(cls, slots: int, blueprints: Sequence[str]) -> "ActionSpec":
@@ -150,8 +140,7 @@ class ActionSpec:
             if op not in LifecycleOp.__members__:
                 raise EsperError(f"no op {op!r}; there are {', '.join(LifecycleOp.__members__)}")
             op = LifecycleOp[op]
-        indices = dict(self.defaults)
-        known = {head.name.lower(): head for head in self.heads if head is not Head.OP}
+        indices, known = dict(self.defaults), {h.name.lower(): h for h in self.heads if h is not Head.OP}
         for name, value in values.items():
             if name not in known:
                 raise EsperError(f"no head {name!r} to choose; there are {', '.join(known)}")
@@ -167,16 +156,9 @@ class ActionSpec:
     @property
     def choices(self) -> Mapping[Head, Sequence[object]]:
         """What the indices of every head mean."""
-        return {
-            Head.OP: tuple(LifecycleOp),
-            Head.SLOT: range(self.slots),
-            Head.BLUEPRINT: self.blueprints,
-            Head.STYLE: tuple(Style),
-            Head.TEMPO: TEMPOS,
-            Head.ALPHA_TARGET: ALPHA_TARGETS,
-            Head.ALPHA_SPEED: ALPHA_SPEEDS,
-            Head.ALPHA_CURVE: tuple(AlphaCurve),
-        }
+        return {Head.OP: tuple(LifecycleOp), Head.SLOT: range(self.slots), Head.BLUEPRINT: self.blueprints,
+                Head.STYLE: tuple(Style), Head.TEMPO: TEMPOS, Head.ALPHA_TARGET: ALPHA_TARGETS,
+                Head.ALPHA_SPEED: ALPHA_SPEEDS, Head.ALPHA_CURVE: tuple(AlphaCurve)}
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """Configs as plain data and back: one codec for headers, descriptions, traces and files of settings.
 
-A config is a frozen dataclass (or a NamedTuple) of plain fields. Its plain form is what JSON and TOML say:
-tables of fields, lists, and names of enum members. Reading follows the type hints: a missing key, an unknown
-one or a value of another type is one sentence that names the place.
+A config is a frozen dataclass or NamedTuple; its plain form, what JSON and TOML say: tables, lists, names of
+enum members. Reading follows the type hints, and whatever is wrong is one sentence that names the place.
 """
 
 import functools
@@ -17,8 +16,7 @@ from typing import Any, TypeVar
 from esper.leyline.errors import EsperError
 
 T = TypeVar("T")
-LARGEST = 2**63 - 1
-"""Whole numbers must fit into an int64."""
+LARGEST = 2**63 - 1  # whole numbers must fit into an int64
 
 
 def to_dict(value: Any) -> Any:
@@ -37,8 +35,7 @@ def to_dict(value: Any) -> Any:
 
 def from_dict(kind: type[T], data: Any, where: str, complete: bool = True) -> T:
     """A config from its plain form. With `complete`, fields that have defaults must be there as well."""
-    made: T = _decode(kind, data, where, complete)
-    return made
+    return typing.cast(T, _decode(kind, data, where, complete))
 
 
 def override(config: T, keys: Any, where: str) -> T:
@@ -68,12 +65,17 @@ def _fields(kind: type) -> dict[str, bool]:
 
 def _decode(kind: Any, data: Any, where: str, complete: bool) -> Any:
     origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _optional(kind, data, where, complete)
-    if origin is tuple:
-        return _tuple(typing.get_args(kind), data, where, complete)
-    if origin in (list, Mapping, dict):
-        return _collection(origin, typing.get_args(kind), data, where, complete)
+        _check(data is not None or type(None) in inner, where, data, "a value")
+        (kept,) = (each for each in inner if each is not type(None))
+        return None if data is None else _decode(kept, data, where, complete)
+    if origin in (tuple, list):
+        return origin(_items((inner[0], ...) if origin is list else inner, data, where, complete))
+    if origin in (Mapping, dict):
+        _check(isinstance(data, dict), where, data, "a table")
+        return {_decode(inner[0], key, where, complete): _decode(inner[1], each, f"{where}: {key}", complete)
+                for key, each in data.items()}
     if is_dataclass(kind) or hasattr(kind, "_fields"):
         return _table(kind, data, where, complete)
     if isinstance(kind, type) and issubclass(kind, IntEnum):
@@ -107,29 +109,12 @@ def _table(kind: Any, data: Any, where: str, complete: bool) -> Any:
                    for name, value in data.items()})
 
 
-def _optional(kind: Any, data: Any, where: str, complete: bool) -> Any:
-    if data is None:
-        _check(type(None) in typing.get_args(kind), where, data, "a value")
-        return None
-    (inner,) = (each for each in typing.get_args(kind) if each is not type(None))
-    return _decode(inner, data, where, complete)
-
-
-def _tuple(inner: tuple[Any, ...], data: Any, where: str, complete: bool) -> tuple[Any, ...]:
+def _items(kinds: tuple[Any, ...], data: Any, where: str, complete: bool) -> list[Any]:
     _check(isinstance(data, (list, tuple)), where, data, "a list")
-    if len(inner) == 2 and inner[1] is ...:
-        return tuple(_decode(inner[0], each, f"{where}, {n}", complete) for n, each in enumerate(data))
-    _check(len(data) == len(inner), where, data, f"{len(inner)} values")
-    return tuple(_decode(kind, each, f"{where}, {n}", complete)
-                 for n, (kind, each) in enumerate(zip(inner, data, strict=True)))
-
-
-def _collection(origin: Any, inner: tuple[Any, ...], data: Any, where: str, complete: bool) -> Any:
-    if origin is list:
-        return list(_tuple((inner[0], ...), data, where, complete))
-    _check(isinstance(data, dict), where, data, "a table")
-    return {_decode(inner[0], key, where, complete): _decode(inner[1], each, f"{where}: {key}", complete)
-            for key, each in data.items()}
+    kinds = kinds[:1] * len(data) if kinds[1:] == (...,) else kinds
+    _check(len(data) == len(kinds), where, data, f"{len(kinds)} values")
+    return [_decode(kind, each, f"{where}, {n}", complete)
+            for n, (kind, each) in enumerate(zip(kinds, data, strict=True))]
 
 
 def _check(right: bool, where: str, data: Any, expected: str) -> None:

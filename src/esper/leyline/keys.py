@@ -36,26 +36,22 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _scramble(value: Tensor) -> Tensor:
-    value = (value ^ _shift(value, 30)) * _FIRST
-    value = (value ^ _shift(value, 27)) * _SECOND
-    return value ^ _shift(value, 31)
-
-
 def mix(key: Tensor, *parts: Tensor | int) -> Tensor:
     """A new int64 key from a key and further integers; every argument matters and so does their order."""
     for part in parts:
         step = (part + 1) * _GOLDEN
         if isinstance(step, int):  # wrapped by hand: copying a tensor to a device makes the host wait
             step = (step + 2**63) % 2**64 - 2**63
-        key = _scramble(key + step)
+        key = key + step
+        key = (key ^ _shift(key, 30)) * _FIRST
+        key = (key ^ _shift(key, 27)) * _SECOND
+        key = key ^ _shift(key, 31)
     return key
 
 
 def uniform(keys: Tensor, count: int) -> Tensor:
     """float32 [R, count] in [0, 1) with 24 random bits each, from int64 keys [R]."""
-    counter = torch.arange(count, device=keys.device)
-    bits = _shift(mix(keys[:, None], counter), 40)
+    bits = _shift(mix(keys[:, None], torch.arange(count, device=keys.device)), 40)
     return bits.to(torch.float32) * 2.0**-24
 
 

@@ -1,7 +1,6 @@
 """Files that Esper writes: they appear whole or not at all, with a digest of all they hold. Never pickle.
 
-Tensors go into safetensors with a JSON header of a stated kind and schema; the digest is over both, so a file
-that was changed by anything but Esper is refused instead of being loaded with other results.
+Tensors go into safetensors with a JSON header of a stated kind and schema; the digest is over both.
 """
 
 import fcntl

@@ -17,11 +17,9 @@ class Sink(Protocol):
 class Nowhere:
     """A sink that keeps nothing."""
 
-    def write(self, table: str, columns: Mapping[str, object]) -> None:
-        pass
+    def write(self, table: str, columns: Mapping[str, object]) -> None: ...
 
-    def commit(self) -> None:
-        pass
+    def commit(self) -> None: ...
 
 
 class UpdateMetric(NamedTuple):

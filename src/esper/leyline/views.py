@@ -78,12 +78,9 @@ class Field:
 
     name: str
     width: int = 1
-    scaled: bool = False
-    """A continuous number, brought to mean 0 and spread 1 by running statistics. Others pass as they are."""
-    known_by: str = ""
-    """The flag that says whether it was measured; without it the field is zero."""
-    by: str = ""
-    """A one-hot field of the same part: statistics are kept for each of its values."""
+    scaled: bool = False  # a continuous number: running statistics bring it to mean 0 and spread 1
+    known_by: str = ""  # the flag that says whether it was measured; without it the field is zero
+    by: str = ""  # a one-hot field of the same part: statistics are kept for each of its values
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class ObservationSpec:
     candidate: tuple[Field, ...]
 
     def __post_init__(self) -> None:
-        for part in (self.row, self.slot, self.candidate):
+        for part in vars(self).values():
             names = [field.name for field in part]
             if len(set(names)) != len(names) or any({f.known_by, f.by} - {"", *names} for f in part):
                 raise EsperError("an ObservationSpec needs distinct names and flags that exist; "
@@ -107,8 +104,7 @@ class ObservationSpec:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        parts = (self.row, self.slot, self.candidate)
-        row, slot, candidate = (sum(field.width for field in part) for part in parts)
+        row, slot, candidate = (sum(field.width for field in part) for part in vars(self).values())
         return row, slot, candidate
 
 

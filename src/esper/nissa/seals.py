@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from esper.nissa.registry import CREATE, SCHEMA, TABLES
 
-SEAL, ALL = "seal", "all"
-"""The table, and the scope of a whole store."""
+SEAL, ALL = "seal", "all"  # the table, and the scope of a whole store
 
 
 def scope_of(number: int) -> str:

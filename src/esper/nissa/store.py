@@ -2,8 +2,8 @@
 
 import math
 import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from esper.leyline import EsperError
 from esper.nissa.registry import CREATE, SCHEMA, TABLES, Metric
 from esper.nissa.seals import ALL, SEAL, by_round, damage, digest, scope_of, tables_of, version_of
 
-PATIENCE = 60.0
-"""Seconds that a write waits for another program's lock."""
+PATIENCE = 60.0  # seconds that a write waits for another program's lock
 _LOCKED, _SHUT = "another program has locked it; let that one end, then resume the run", "make it writable"
 _BROKEN = "put back a whole one"
 ADVICE = {sqlite3.SQLITE_BUSY: _LOCKED, sqlite3.SQLITE_LOCKED: _LOCKED,
@@ -24,8 +23,7 @@ ADVICE = {sqlite3.SQLITE_BUSY: _LOCKED, sqlite3.SQLITE_LOCKED: _LOCKED,
           sqlite3.SQLITE_READONLY: _SHUT, sqlite3.SQLITE_PERM: _SHUT,
           sqlite3.SQLITE_CORRUPT: _BROKEN, sqlite3.SQLITE_NOTADB: _BROKEN}
 """SQLite's code -> what to do."""
-_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""Damaged text may break the very message about it."""
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # damaged text may break the very message about it
 
 
 class Store:
@@ -53,15 +51,15 @@ class Store:
             raise EsperError(f"the run store {self.path} lacks the tables of schema {SCHEMA}; {_BROKEN}")
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=NORMAL")
-        with _transaction(self.connection):
+        self.connection.execute("BEGIN IMMEDIATE")
+        with self.connection:
             if not tables_of(self.connection):
                 for create in CREATE.values():
                     self.connection.execute(create)
                 self.connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
     def write(self, table: str, columns: Mapping[str, object]) -> None:
-        """Columns of equal length; a single value stands for all rows. Unknown names and impossible values
-        are refused."""
+        """What a `Sink` takes; unknown names and impossible values are refused."""
         if table not in TABLES:
             raise EsperError(f"the run store has no table {table!r}; there are {', '.join(TABLES)}")
         metrics = TABLES[table]
@@ -69,9 +67,10 @@ class Store:
         if unknown or not keys <= set(columns):
             raise EsperError(f"table {table!r} has no column {', '.join(sorted(unknown))}" if unknown else
                              f"table {table!r} needs {', '.join(sorted(keys - set(columns)))}")
-        lists = {name: _listed(values) for name, values in columns.items()}
-        length = max((len(values) for values in lists.values() if values is not None), default=1)
-        filled = {name: [columns[name]] * length if each is None else each for name, each in lists.items()}
+        lists = {name: each.tolist() if isinstance(each, Tensor) else each for name, each in columns.items()}
+        length = max((len(each) for each in lists.values() if isinstance(each, (list, tuple))), default=1)
+        filled = {name: each if isinstance(each, (list, tuple)) else [each] * length
+                  for name, each in lists.items()}
         whole = {name: _checked(table, name, metrics[name], values) for name, values in filled.items()}
         if any(len(values) != length for values in whole.values()):
             raise EsperError(f"table {table!r} got columns of different lengths: "
@@ -80,25 +79,20 @@ class Store:
         self.waiting.append((table, list(zip(*(whole.get(name, none) for name in metrics), strict=True))))
 
     def commit(self) -> None:
-        """Write what is waiting, all of it or nothing, and seal it: digests of the rounds that it touches, or
-        of everything where there are no rounds."""
+        """Write what is waiting, all or nothing, and seal the rounds that it touches; without rounds, all."""
         rounds = {row[0] for table, rows in self.waiting if by_round(table) for row in rows}
-        with self._writing():
-            for table, rows in self.waiting:
-                marks = ", ".join("?" * len(TABLES[table]))
-                self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
-            for scope in map(scope_of, rounds) if rounds else (ALL,) * bool(self.waiting):
-                row = scope, digest(self.connection, scope)
-                self.connection.execute(f"INSERT OR REPLACE INTO {SEAL} VALUES (?, ?)", row)
-        self.waiting.clear()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
         try:
-            with _transaction(self.connection):
-                yield
+            self.connection.execute("BEGIN IMMEDIATE")
+            with self.connection:
+                for table, rows in self.waiting:
+                    marks = ", ".join("?" * len(TABLES[table]))
+                    self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
+                for scope in map(scope_of, rounds) if rounds else (ALL,) * bool(self.waiting):
+                    row = scope, digest(self.connection, scope)
+                    self.connection.execute(f"INSERT OR REPLACE INTO {SEAL} VALUES (?, ?)", row)
         except sqlite3.Error as error:
             raise _trouble("write", self.path, error) from error
+        self.waiting.clear()
 
     def close(self) -> None:
         self.connection.close()
@@ -138,17 +132,6 @@ def _readable(path: str | Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{place}?mode=ro", timeout=PATIENCE, isolation_level=None, uri=True)
 
 
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        connection.execute("COMMIT")
-    finally:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-
-
 def _code(error: Exception) -> int:
     """SQLite's primary code, the low byte of its extended ones."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -159,14 +142,7 @@ def _trouble(what: str, path: str | Path, error: Exception) -> EsperError:
     return EsperError(f"cannot {what} the run store {path}: {error}{f'; {advice}' if advice else ''}")
 
 
-def _listed(values: object) -> list[Any] | None:
-    """A column as a list; None for a single value."""
-    if isinstance(values, Tensor):
-        return values.tolist() if values.dim() else None
-    return list(values) if isinstance(values, (list, tuple)) else None
-
-
-def _checked(table: str, name: str, metric: Metric, values: list[Any]) -> list[Any]:
+def _checked(table: str, name: str, metric: Metric, values: Sequence[Any]) -> list[Any]:
     """NaN and missing are NULL; text is text; numbers lie in their range."""
     out: list[Any] = []
     for value in values:
