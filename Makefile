@@ -19,7 +19,7 @@ lint: $(READY)
 	$(VENV)/bin/lint-imports
 
 test: $(READY) lint
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 demo: $(READY)
 	$(VENV)/bin/esper demo
