@@ -1,7 +1,10 @@
 """Shared set-up: one thread, data in a folder of the session's own, and a device for every test that takes one."""
 
+import itertools
 import os
+from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +18,17 @@ def data_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["ESPER_DATA"] = str(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="session")
+def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One after the other."""
+    folder = tmp_path_factory.mktemp("ledgers")
+    return (folder / str(number) / "openings.json" for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _own_ledger(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_ledger(ledgers: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test begins with test splits that nobody has opened."""
-    path = tmp_path_factory.mktemp("ledger") / "openings.json"
+    path = next(ledgers)
     monkeypatch.setattr(import_module("esper.tolaria.openings"), "ledger", lambda: path)
 
 

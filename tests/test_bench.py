@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,11 +30,30 @@ EXPECTED = {"population": ("structural_seconds", "rounds_samples_per_second"),
             "env": ("tight_ratio", "counterfactuals", "peak_memory_bytes"), "rl": ("reference", "parameters")}
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_every_benchmark_ends_with_one_json_object(name: str) -> None:
+def told(name: str) -> str:
+    """By a process of its own."""
     command = [sys.executable, "-W", "error", str(SCRIPTS / f"{name}.py"), *TINY[name].split(), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-    *lines, last = done.stdout.strip().splitlines()
+    return subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL).stdout
+
+
+def told_here(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """By the same script in this process, which finds no more modules than one of its own would."""
+    script = str(SCRIPTS / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, *TINY[name].split(), "--json"])
+    monkeypatch.setattr(sys, "path", [str(SCRIPTS), *(p for p in sys.path if Path(p).resolve() != SCRIPTS.parent)])
+    for module in [m for m in sys.modules if m.partition(".")[0] in ("benchmarks", "common")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_benchmark_ends_with_one_json_object(name: str, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(name) if name == "population" else told_here(name, monkeypatch, capsys)
+    *lines, last = said.strip().splitlines()
     result = json.loads(last)
     assert result["ratio"] > 0
     assert result["bench"] == name

@@ -5,8 +5,10 @@ import functools
 import itertools
 import os
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from experiments.controls_table import Row, differences, table
 from esper.cli.prove import _decides
 from esper.leyline import ActionSpec, EsperError, SeedStage
 from esper.leyline.codec import to_dict
+from esper.simic.proof import processes
 from esper.simic.proof.baselines import Tuned, births, family_digest, halving, shuffled, tune
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan
@@ -241,7 +244,28 @@ def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
     assert pairs == {(0.0, 10): 0, (0.0, 12): 1, (price, 10): 2, (price, 12): 3}
 
 
-def test_several_processes_find_the_same() -> None:
+class Kept(ProcessPoolExecutor):
+    """Its workers stay when a call is over."""
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple, Kept]]:
+    """Equal pools are one: to start a worker takes longer than all that it does here."""
+    made: dict[tuple, Kept] = {}
+
+    def pool(*given: Any) -> Kept:
+        return made[given] if given in made else made.setdefault(given, Kept(*given))
+
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", pool)
+    yield made
+    for each in made.values():
+        each.shutdown()
+
+
+def test_several_processes_find_the_same(pools: dict[tuple, Kept]) -> None:
     """Controls as they are tuned, and a rehearsal of a chance policy and a controller that knows nothing."""
     family = dataclasses.replace(orchard.FAMILY, kinds=FAMILY.kinds[:1], horizons=(8,), prices=(0.0,))
     known = Tuned(family.name, family_digest(family), {"periodic": 8, "converged": 8}, dict(list(TUNED.triggers.items())[:2]))
@@ -253,6 +277,8 @@ def test_several_processes_find_the_same() -> None:
     config = ProofConfig(scenarios=8, pilot=2, rehearsal=True)
     alone, together = (prove(EnvConfig(family), contestants, one, config, jobs=jobs, make=on_toy_data) for jobs in (1, 2))
     assert str(alone) == str(together)
+    (pool,) = pools.values()
+    assert len(pool._processes) == 2
 
 
 def test_batches_hold_every_episode_once_and_short_ones_first() -> None:

@@ -91,7 +91,7 @@ def test_a_controller_that_leads_everywhere_holds() -> None:
 @pytest.mark.parametrize("control", BEATEN)
 def test_one_control_that_is_as_good_is_enough_to_fail(control: str) -> None:
     """Doing nothing is as good as no growth; deciding at random as good as random."""
-    everyone = three()
+    everyone = three(n=96)
     everyone["mind 1"] = {**everyone["mind 1"], control: everyone["mind 1"]["learned"]}
     claims = judge(everyone, PILOT)
     assert finding(claims)[0] == "fails"
@@ -100,7 +100,7 @@ def test_one_control_that_is_as_good_is_enough_to_fail(control: str) -> None:
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_missing_arm_is_refused(control: str) -> None:
-    everyone = {name: {k: v for k, v in each.items() if k != control} for name, each in three().items()}
+    everyone = {name: {k: v for k, v in each.items() if k != control} for name, each in three(n=96).items()}
     claims = judge(everyone, PILOT)
     verdict, reason = finding(claims)
     assert verdict == "refused"

@@ -39,7 +39,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_code_runs_when_pasted_alone(number: int, tmp_path: Path) -> None:
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ESPER_DATA": str(tmp_path / "data")}
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-W", "error", "-c", BLOCKS[number]], cwd=tmp_path, check=True, env=one_thread)
 
 

@@ -25,6 +25,7 @@ from esper.leyline.storage import (
 )
 from esper.simic.training import TrainConfig
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
+from tests.workshop import shorten
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def test_two_processes_cannot_work_in_one_folder(tmp_path: Path) -> None:
 
 def test_damage_is_found_in_every_kind_of_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESPER_DATA", str(tmp_path / "data"))
+    shorten(monkeypatch)
     folder = tmp_path / "files"
     folder.mkdir()
     found = corruptions(folder, 8 * len(READERS), seed=1)

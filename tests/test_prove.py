@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from experiments.orchard import FAMILY, Gardener, Orchard
 from torch import Tensor
 
 from esper.cli import main, prove as prove_cli
-from esper.leyline import EsperError, View
+from esper.leyline import ActionSpec, EsperError, View
 from esper.leyline.codec import to_dict
 from esper.leyline.keys import Purpose, mix
 from esper.nissa import Store, read
@@ -22,7 +23,7 @@ from esper.simic.proof.baselines import Tuned, play_plans, play_rule, schedule, 
 from esper.simic.proof.claims import BEATEN, FEWEST, MATCHED, REPORTED
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import played
-from esper.simic.proof.proving import Contestant, Proof, ProofConfig
+from esper.simic.proof.proving import Contestant, EvaluationSet, Played, Proof, ProofConfig
 from esper.simic.proof.sweep import conditions
 from esper.simic.proof.value_of_information import Rule, Split
 from esper.tamiyo import Planned, PolicyBundle, Random, Triggered, Wait
@@ -52,13 +53,37 @@ def tuned(arms: Evaluator) -> Tuned:
     return tune(arms, EPISODES, rows=128, preview_steps=0)
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[tuple, Played]:
+    return {}
+
+
+@pytest.fixture
+def _once(known: dict[tuple, Played], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arms that were played are not played again: those of the same policy, and those that all share."""
+    real = EvaluationSet.play
+
+    def play(self: EvaluationSet, mind: Contestant | None, watch: Callable[[str], object]) -> Played:
+        key = (mind and mind.make, self.tuned.family_digest, self.held is None, *self.scenarios.key.tolist())
+        return known[key] if key in known else known.setdefault(key, real(self, mind, watch))
+
+    monkeypatch.setattr(EvaluationSet, "play", play)
+
+
+def plants(spec: ActionSpec) -> PolicyBundle:
+    return Gardener(Orchard(FAMILY, 1))
+
+
 def gardener(name: str = "gardener", episodes: int = EPISODES) -> Contestant:
-    return Contestant(name, lambda spec: Gardener(Orchard(FAMILY, 1)), episodes)
+    return Contestant(name, plants, episodes)
 
 
 def put(name: str, policy: PolicyBundle, tuned: Tuned, store: Store | None = None,
         config: ProofConfig | None = None) -> Proof:
-    everybody = [Contestant(f"{name} {number}", lambda spec: policy, EPISODES) for number in range(3)]
+    def make(spec: ActionSpec) -> PolicyBundle:
+        return policy
+
+    everybody = [Contestant(f"{name} {number}", make, EPISODES) for number in range(3)]
     return prove(ENV, everybody, tuned, config or ProofConfig(scenarios=96, pilot=32, effect=0.1), store)
 
 
@@ -68,6 +93,7 @@ def test_the_planted_policy_is_optimal_and_sees_only_what_all_policies_see(arms:
     torch.testing.assert_close(best - bare, orchard.optimum(drawn, env), atol=1e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("_once")
 def test_a_planted_policy_passes(tuned: Tuned, tmp_path: Path) -> None:
     store = Store(tmp_path / "proof.db")
     proof = put("gardener", Gardener(Orchard(FAMILY, 1)), tuned, store, ProofConfig(scenarios=320, pilot=64))
@@ -96,6 +122,7 @@ def test_a_planted_policy_passes(tuned: Tuned, tmp_path: Path) -> None:
     assert read(path, born)[0][0] > 100
 
 
+@pytest.mark.usefixtures("_once")
 @pytest.mark.parametrize("policy", [Wait(), Random(), Random(seed=5)])
 def test_doing_nothing_and_chance_fail(policy: PolicyBundle, tuned: Tuned) -> None:
     proof = put("nobody", policy, tuned)
@@ -120,6 +147,7 @@ class Leaking(Orchard):
         return dataclasses.replace(super().view(), luck=mix(self.scenarios.key, Purpose.ACTION))
 
 
+@pytest.mark.usefixtures("_once")
 def test_a_policy_that_inverts_keys_fails(tuned: Tuned, arms: Evaluator) -> None:
     cheat, drawn = Inverter(Orchard(FAMILY, 1)), FAMILY.scenarios(96, "validation")
     best = orchard.optimum(drawn, Orchard(FAMILY, 1)).mean()
@@ -131,6 +159,7 @@ def test_a_policy_that_inverts_keys_fails(tuned: Tuned, arms: Evaluator) -> None
     assert proof.verdict == "fails"
 
 
+@pytest.mark.usefixtures("_once")
 def test_a_blind_plan_fails_however_good_it_is(tuned: Tuned) -> None:
     """The best that price and horizon alone can do is a control: who looks at nothing else cannot win."""
     drawn = FAMILY.scenarios(320, "test")
@@ -224,6 +253,7 @@ def test_who_looks_at_previews_is_shown_them(tuned: Tuned, monkeypatch: pytest.M
     assert shown == {"Gardener": {True}, "Heuristic": {True}, **others}
 
 
+@pytest.mark.usefixtures("_once")
 def test_controls_without_enough_episodes_are_refused(tuned: Tuned) -> None:
     proof = prove(ENV, [gardener(f"m {n}", 10 * EPISODES) for n in range(3)], tuned, QUICK)
     assert proof.verdict == "refused"

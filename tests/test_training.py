@@ -43,7 +43,7 @@ from esper.tolaria import (
     find_family,
     register_family,
 )
-from tests.workshop import toy_data, toy_family
+from tests.workshop import shorten, toy_data, toy_family
 
 FAMILY = toy_family(horizons=(6, 7), prices=(1e-4,), flop_prices=(0.01,))
 CONFIG = TrainConfig(EnvConfig(FAMILY, previews=PreviewConfig(3, 2)), rounds=3, rows=8, exam_every=2, exam_rows=6,
@@ -224,7 +224,9 @@ TINY = ["--rounds", "2", "--rows", "4", "--preset", "quick"]
 """Of the family that is the default."""
 
 
-def test_the_command_trains_and_refuses_to_mix_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_and_refuses_to_mix_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
     out = str(tmp_path / "run")
     assert main(["train", "--out", out, *TINY]) == 0
     text = capsys.readouterr().out
@@ -282,7 +284,8 @@ def test_one_process_at_a_time_works_in_a_folder(tmp_path: Path, capsys: pytest.
     assert f"another esper process works in {tmp_path}" in capsys.readouterr().err
 
 
-def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
+def test_a_run_can_be_made_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
     out = tmp_path / "run"
     config = begun(Train(out, "mlp", rounds=2, rows=4))
     (out / CHECKPOINT).write_bytes(b"broken")
@@ -371,15 +374,13 @@ import os, signal, sys, torch
 torch.set_num_threads(1)
 from esper.cli import main
 from esper.simic.training import Training
-killed, words = sys.argv[1], sys.argv[2:]
-if killed == "killed":
-    kept = Training._checkpoint
-    def dies(self, fresh):
-        if self.agent.updates == 2:  # the store has the round, its checkpoint is not written
-            os.kill(os.getpid(), signal.SIGKILL)
-        kept(self, fresh)
-    Training._checkpoint = dies
-sys.exit(main(words))
+kept = Training._checkpoint
+def dies(self, fresh):
+    if self.agent.updates == 2:  # the store has the round, its checkpoint is not written
+        os.kill(os.getpid(), signal.SIGKILL)
+    kept(self, fresh)
+Training._checkpoint = dies
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -388,17 +389,16 @@ def test_a_killed_command_goes_on_bit_for_bit(tmp_path: Path) -> None:
     file = tmp_path / "tiny.toml"
     file.write_text(OWN.replace("rounds = 2", "rounds = 3"))
 
-    def run(name: str, how: str, *more: str) -> int:
-        words = ["train", "--out", str(tmp_path / name), "--config", str(file), *more]
-        return subprocess.run([sys.executable, "-c", KILLED, how, *words], capture_output=True, env=os.environ).returncode
+    def words(name: str) -> list[str]:
+        return ["train", "--out", str(tmp_path / name), "--config", str(file)]
 
-    assert main(["train", "--out", str(tmp_path / "straight"), "--config", str(file)]) == 0
-    assert run("killed", "killed") == -signal.SIGKILL
+    assert main(words("straight")) == 0
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words("killed")], capture_output=True, env=os.environ)
+    assert killed.returncode == -signal.SIGKILL
     assert read_state(tmp_path / "killed" / CHECKPOINT, "agent")[0]["updates"] == 1
     assert read(tmp_path / "killed" / "run.db", "SELECT count(*) FROM step WHERE round = 1")[0][0] > 0
-    assert run("killed", "alive", "--resume") == 0
-    straight, killed = ((tmp_path / name / CHECKPOINT).read_bytes() for name in ("straight", "killed"))
-    assert straight == killed
+    assert main([*words("killed"), "--resume"]) == 0
+    assert (tmp_path / "straight" / CHECKPOINT).read_bytes() == (tmp_path / "killed" / CHECKPOINT).read_bytes()
     for table in ("step", "round", "exam"):
         assert everything(tmp_path / "straight", table) == everything(tmp_path / "killed", table), table
 

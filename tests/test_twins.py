@@ -16,6 +16,8 @@ from tests.reference import PlainHost, batch, known_contributions, small_hosts, 
 from tests.workshop import random_actions
 
 ROWS = 24
+FEW = 12
+"""Beside a loop, which takes as long as it has rows."""
 
 
 def grown(kind: str, device: str = "cpu", epochs: int = 12, rows: int = ROWS, stages: int = 3, **options: object) -> Population:
@@ -50,12 +52,12 @@ def test_forward_equals_extracted_modules(kind: str, device: str) -> None:
 @pytest.mark.parametrize("kind", HOSTS)
 def test_training_equals_a_loop_of_modules(kind: str, incubation: str, optim: str, device: str) -> None:
     config = OptimConfig(optim, lr=0.02, weight_decay=0.01, host_clip=0.5, seed_clip=0.3)
-    population = Population(Host(kind, **small_hosts()[kind]), ROWS, dtype=torch.float64, device=device, incubation=incubation,
+    population = Population(Host(kind, **small_hosts()[kind]), FEW, dtype=torch.float64, device=device, incubation=incubation,
                             optim=config, seed=2)
     generator = torch.Generator().manual_seed(3)
-    plain = [PlainHost(population, row) for row in range(ROWS)]
+    plain = [PlainHost(population, row) for row in range(FEW)]
     faded = replaced = 0
-    last = torch.full((ROWS, 3), -1)
+    last = torch.full((FEW, 3), -1)
     for _ in range(20):
         population.begin_epoch(random_actions(population, generator))
         now, life = population.life.blueprint, population.life
