@@ -20,30 +20,23 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline import ALPHA_SPEEDS, RELEVANCE, ActionSpec, EsperError, Head, Observation, ObservationSpec
-from esper.tamiyo.distributions import ActionDistribution, ActionLogits, Scored
+from esper.tamiyo.distributions import ActionDistribution, ActionLogits, Scored, by_speed
 from esper.tamiyo.masks import ActionMasks
 from esper.tamiyo.observing import OBSERVATION
 
-WIDEST = 4096
-"""A config that asks for wider layers is a mistake, and is refused before memory is."""
+WIDEST = 4096  # a config that asks for wider layers is a mistake, and is refused before memory is
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
     """Sizes of the controller's network."""
 
-    hidden: int = 128
-    """Width of the features and of the memory."""
-    slot: int = 64
-    """Width of a slot's encoding."""
-    candidate: int = 16
-    """Width of a candidate's encoding."""
-    trunk: int = 64
-    """Width behind which the heads split."""
-    memory: bool = True
-    """Without it the LSTM forgets everything before each step."""
-    privileged: int = 0
-    """Numbers that the value head alone sees while it learns; a controller that only acts needs none."""
+    hidden: int = 128  # width of the features and of the memory
+    slot: int = 64  # width of a slot's encoding
+    candidate: int = 16  # width of a candidate's encoding
+    trunk: int = 64  # width behind which the heads split
+    memory: bool = True  # without it the LSTM forgets everything before each step
+    privileged: int = 0  # numbers that the value head alone sees while it learns; acting needs none
 
     def __post_init__(self) -> None:
         for name, least in (("hidden", 1), ("slot", 1), ("candidate", 1), ("trunk", 1), ("privileged", 0)):
@@ -136,17 +129,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.trunk_slot = nn.Linear(size.slot, size.trunk, bias=False)
         self.trunk_op = nn.Parameter(torch.zeros(len(self.acting), size.trunk))
         self.slot_pointer = nn.Linear(size.trunk, 1, bias=False)
-        self.heads = nn.ModuleDict({head.name.lower(): nn.Linear(size.trunk, self._width(head))
+        widths = {**spec.head_sizes, Head.BLUEPRINT: size.candidate}  # its pointer has a query
+        if Head.ALPHA_SPEED in spec.heads:
+            widths[Head.ALPHA_CURVE] *= len(ALPHA_SPEEDS)
+        self.heads = nn.ModuleDict({head.name.lower(): nn.Linear(size.trunk, widths[head])
                                     for head in sorted({head for _, head in spec.pairs})})
         self.register_buffer("value_scale", torch.tensor(0.01))  # near zero at birth, in any unit of reward
         self._initialise()
-
-    def _width(self, head: Head) -> int:
-        """Outputs of a head: its values; a query for the blueprint pointer; curves for every speed."""
-        if head == Head.BLUEPRINT:
-            return self.config.candidate
-        by_speed = head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads
-        return self.spec.head_sizes[head] * (len(ALPHA_SPEEDS) if by_speed else 1)
 
     def _initialise(self) -> None:
         for module in self.modules():
@@ -200,9 +189,8 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def remember(self, features: Tensor, hidden: Tensor,
                  reset: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(outputs [T, B, H], hidden behind them) of the LSTM; `reset` bool [T, B] empties the memory in
-        front of a step: then every stretch between resets is a sequence of its own, all run in one call, and
-        what is behind is unknown."""
+        """(outputs [T, B, H], hidden behind them, unknown if there are resets) of the LSTM; `reset` [T, B]
+        empties the memory in front of a step: every stretch is a sequence of its own, all run in one call."""
         if not self.config.memory:
             reset = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
         if reset is None:
@@ -237,7 +225,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             out = self.heads[head.name.lower()](trunk[..., self.acting.index(op), :, :])  # [T, B, S, width]
             if head == Head.BLUEPRINT:
                 out = (candidate * out.unsqueeze(-2)).sum(-1)
-            elif head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads:
+            elif by_speed(self.spec, head):
                 out = out.unflatten(-1, (len(ALPHA_SPEEDS), -1))
             values[op, head] = out
         logits = ActionLogits(self.op_head(state), torch.stack(slots, -2), values)
@@ -267,12 +255,10 @@ class FactoredRecurrentActorCritic(nn.Module):
             if tensor.dtype != weights.dtype or tensor.device != weights.device:
                 raise EsperError(f"observation {name!r} is {tensor.dtype} on {tensor.device}; "
                                  f"the controller's weights are {weights.dtype} on {weights.device}")
-        memory = (rows[1], 2, self.config.hidden)
-        if hidden is not None and (hidden.shape != memory or hidden.dtype != weights.dtype):
-            raise EsperError(f"hidden is {hidden.dtype} {list(hidden.shape)}; "
-                             f"expected {weights.dtype} {list(memory)}")
-        if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
-            raise EsperError(f"reset is {reset.dtype} {list(reset.shape)}; expected torch.bool {list(rows)}")
+        for name, told, size, dtype in (("hidden", hidden, (rows[1], 2, self.config.hidden), weights.dtype),
+                                        ("reset", reset, rows, torch.bool)):
+            if told is not None and (told.shape != size or told.dtype != dtype):
+                raise EsperError(f"{name} is {told.dtype} {list(told.shape)}; expected {dtype} {list(size)}")
         if privileged is not None and privileged.shape != (*rows, self.config.privileged):
             raise EsperError(f"privileged inputs have shape {list(privileged.shape)}; this critic expects "
                              f"{[*rows, self.config.privileged]}")
@@ -281,11 +267,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     @exact()
     def get_action(self, seen: Observation, masks: ActionMasks, hidden: Tensor, u: Tensor | None,
                    explore: Tensor | float = 0.0, privileged: Tensor | None = None) -> Acted:
-        """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None.
-
-        Nothing here carries a gradient: the log-probabilities are those of behaviour, the denominator of a
-        ratio. `evaluate_actions` scores with gradients.
-        """
+        """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None."""
         decided, behind = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden,
                                        privileged=None if privileged is None else privileged.unsqueeze(0))
         behind = self.get_initial_hidden(len(hidden)) if behind is None else behind  # a mind without memory

@@ -18,10 +18,7 @@ from esper.tamiyo.distributions import ActionDistribution, ActionLogits
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.masks import action_masks
 from esper.tamiyo.minds import member_for, read_mind, shipped
-from esper.tamiyo.scripts import Scripted, Wait, entry
-from esper.tamiyo.triggered import Planned, Triggered
-
-__all__ = ["POLICIES", "Heuristic", "Learned", "PolicyBundle", "Random", "Scripted", "Wait", "entry"]
+from esper.tamiyo.scripts import Planned, Scripted, Triggered, Wait
 
 
 class PolicyBundle(Protocol):
