@@ -3,7 +3,9 @@
 Legend: L steps of a sequence, B sequences, H heads of the spec.
 """
 
+import functools
 import math
+from collections import namedtuple
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import EsperError, Head
+from esper.leyline import RELEVANCE, EsperError, Head
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.storage import decoding, read_state, write_state
-from esper.simic.advantages import compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
 from esper.tamiyo import ActionDistribution, Controller
@@ -22,8 +23,7 @@ from esper.tamiyo.controller import check_tensors
 from esper.tamiyo.network import exact
 
 RATIOS = ("joint", "per_head")
-LARGEST = 1e6
-"""A reward, weight or moment of a larger size is taken for a mistake: one would spoil every later update."""
+LARGEST = 1e6  # a larger reward, weight or moment is taken for a mistake: one would spoil every later update
 RANGES = {
     "updates": (1, 10**9), "learning_rate": (0, 1), "entropy": (0, 100), "entropy_weights": (0, 100),
     "explore": (0, 0.99), "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6),
@@ -39,42 +39,32 @@ RANGES = {
 class PPOConfig:
     """Pairs are values at the start and at the end of the declared run; between them they move in a line."""
 
-    updates: int = 200
-    """Of the declared run."""
+    updates: int = 200  # of the declared run
     learning_rate: tuple[float, float] = (1e-3, 1e-4)
     entropy: tuple[float, float] = (0.05, 0.001)
     """Weight of the bonus: the op's entropy and, for every other head, that of what it would do if asked."""
-    entropy_weights: tuple[float, ...] = (1.0,) * len(Head)
-    """Weight of each head in the bonus, in the order of `Head`."""
-    explore: tuple[float, float] = (0.02, 0.0)
-    """Share of the uniform distribution in every choice."""
+    entropy_weights: tuple[float, ...] = (1.0,) * len(Head)  # of each head in the bonus, in their order
+    explore: tuple[float, float] = (0.02, 0.0)  # share of the uniform distribution in every choice
     gamma: float = 1.0
     gae_lambda: float = 0.95
     epochs: int = 4
     minibatches: int = 4
-    accumulate: int = 1
-    """Pieces of a minibatch whose gradients are summed up; the step is the same, memory is less."""
+    accumulate: int = 1  # pieces of a minibatch whose gradients are summed up: the same step, less memory
     ratio: str = "joint"
     """joint: one ratio of whole actions. per_head: one for each head that mattered, clipped by itself."""
     clip: float = 0.2
-    value_clip: float = 2.0
-    """Range in which the value may move in one update, in units of its scale."""
+    value_clip: float = 2.0  # range in which the value may move in one update, in units of its scale
     scale_memory: float = 0.95
     """The value's scale is the spread of returns, averaged over updates with this weight on the past."""
     value_weight: float = 0.5
     target_kl: float = 0.03
-    kl_stop: float = 1.5
-    """The update stops when the joint KL passes so many times its target."""
+    kl_stop: float = 1.5  # the update stops when the joint KL passes so many times its target
     max_grad_norm: float = 0.5
-    critic_decay: float = 1e-4
-    """Weight decay of the value head; nothing else decays."""
+    critic_decay: float = 1e-4  # weight decay of the value head; nothing else decays
     adam_eps: float = 1e-5
-    replay_tolerance: float = 1e-3
-    """Largest difference that a replayed log-probability or value may have from the stored one."""
-    chunk: int = 0
-    """Steps of a sequence, each replayed from the memory it began with; 0 is whole rollouts."""
-    compile: bool = False
-    """Compile the encoder and the loss."""
+    replay_tolerance: float = 1e-3  # by which a replayed log-probability or value may differ from the stored
+    chunk: int = 0  # steps of a sequence, each replayed from the memory it began with; 0 is whole rollouts
+    compile: bool = False  # the encoder and the loss
 
     def __post_init__(self) -> None:
         if self.ratio not in RATIOS:
@@ -120,8 +110,9 @@ class PPOAgent:
         self._heads = [head.name.lower() for head in spec.heads]
         self._ops = torch.tensor([int(op) for op in spec.ops], device=self.device)  # of LifecycleOp
         self._encode, self._losses = self.network.encode, self._loss
-        if compile or self.config.compile:
-            self._encode, self._losses = map(_compiled, (self.network.encode, self._loss))
+        if compile or self.config.compile:  # one graph of static shapes: a break is an error, not a slow path
+            compiled: Any = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+            self._encode, self._losses = compiled(self.network.encode), compiled(self._loss)
 
     def _optimizer(self) -> torch.optim.AdamW:
         groups = [{"params": [p for name, p in self.network.named_parameters()
@@ -137,8 +128,7 @@ class PPOAgent:
 
     def scheduled(self, pair: tuple[float, float]) -> float:
         """Where a pair of start and end stands now."""
-        done = min(1.0, self.updates / self.config.updates)
-        return pair[0] + (pair[1] - pair[0]) * done
+        return pair[0] + (pair[1] - pair[0]) * min(1.0, self.updates / self.config.updates)
 
     @property
     def explore(self) -> float:
@@ -161,18 +151,18 @@ class PPOAgent:
         log, stopped, skipped = self._learn(buffer, self._knobs())
         self.updates += 1
         heads, before = self._heads, torch.cat([torch.stack([mean, std]), summary, entropies]).tolist()
-        names = (*NUMBERS, "grad_norm")
-        norms = {head: reduced("head_grad_norm", [entry[head] for entry in log]) for head in heads}
         by_head: dict[str, Any] = {
-            "head_learnable": dict(zip(heads, before[3:], strict=False)), "head_grad_norm": norms,
+            "head_learnable": dict(zip(heads, before[3:], strict=False)),
+            "head_grad_norm": {h: reduced("head_grad_norm", [step[h] for step in log]) for h in heads},
             "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True))}
-        numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in names}
+        numbers: dict[str, Any] = {name: reduced(name, [step[name] for step in log])
+                                   for name in (*NUMBERS, "grad_norm")}
         numbers |= {"replay_error": error, "explained_variance": before[2]}
         buffer.reset()
-        anomalies = self.detector(numbers, by_head, self._places(log))
         return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
                                 steps=len(log) - skipped - stopped, skipped=skipped,
-                                stopped_early=bool(stopped), learning_rate=lr, anomalies=anomalies)
+                                stopped_early=bool(stopped), learning_rate=lr,
+                                anomalies=self.detector(numbers, by_head, self._places(log)))
 
     def _places(self, log: list[dict[Any, float]]) -> dict[str, str]:
         """The most extreme ratios of an update -> step of the episode, op, and head that moved most."""
@@ -266,7 +256,9 @@ class PPOAgent:
         combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0)])
         high, low = torch.stack(places, 1)  # [pieces, 3] each
         where = torch.cat([high.index_select(0, highs.argmax(0)), low.index_select(0, lows.argmin(0))], 1)[0]
-        raw = torch.stack(self._head_norms())
+        net = self.network
+        last: dict[str, Any] = {"op": net.op_head[-1], "slot": net.slot_pointer, **dict(net.heads.items())}
+        raw = torch.stack([last[head].weight.grad.norm() for head in self._heads])
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
         listed = torch.cat([combined, norm[None], raw, where]).tolist()
         return dict(zip((*NUMBERS, "grad_norm", *self._heads, *_PLACES), listed, strict=True))
@@ -281,17 +273,15 @@ class PPOAgent:
         scored = distribution.score(batch.actions)
         moved = torch.where(batch.valid, scored.joint - batch.log_prob, 0.0)
         ratio, acting = moved.exp(), batch.chosen
-        if config.ratio == "joint":
-            surrogate = _clipped(ratio, batch.advantage, knobs.clip)
-        else:
-            surrogate = self._per_head(scored.heads - batch.head_log_probs, batch, knobs.clip)
+        by_head = scored.heads - batch.head_log_probs
+        surrogate = (_clipped(ratio, batch.advantage, knobs.clip) if config.ratio == "joint" else
+                     self._per_head(by_head, batch, knobs.clip))
         policy = -torch.where(acting, surrogate, 0.0).sum() / chosen
         near = batch.value + (value - batch.value).clamp(-knobs.value_clip, knobs.value_clip)
         squared = torch.maximum((value - batch.target).square(), (near - batch.target).square())
         critic = 0.5 * torch.where(batch.valid, squared, 0.0).sum() / (valid * network.value_scale.square())
         bonus = (knobs.entropy * distribution.conditional_entropies()).sum(-1)
         bonus = torch.where(batch.valid, bonus, 0.0).sum() / valid
-        loss = policy + config.value_weight * critic - bonus
         with torch.no_grad():
             entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
             kl = torch.where(acting, ratio - 1 - moved, 0.0).sum() / chosen
@@ -300,25 +290,17 @@ class PPOAgent:
             error = off / (valid * network.value_scale)
             numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin()])
             steps = torch.stack([batch.clock, batch.actions[..., network.spec.heads.index(Head.OP)]], -1)
-            by_head = scored.heads - batch.head_log_probs
             high, low = _place(ratio.argmax(), steps, by_head), _place(ratio.argmin(), steps, -by_head)
-        return loss, numbers, torch.stack([high, low])
+        return policy + config.value_weight * critic - bonus, numbers, torch.stack([high, low])
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
         """[L, B]: a clipped surrogate for each head that mattered and had a choice, over one denominator."""
-        spec = self.network.spec
-        ops = self._ops[batch.actions[..., spec.heads.index(Head.OP)]]
+        heads = self.network.spec.heads
+        ops = self._ops[batch.actions[..., heads.index(Head.OP)]]
         advantages = compute_per_head_advantages(batch.advantage, ops)
-        each = torch.stack([advantages[int(head)] for head in spec.heads], -1)
+        each = torch.stack([advantages[head] for head in heads], -1)
         surrogate = _clipped(torch.where(batch.relevant, moved, 0.0).exp(), each, clip)
         return torch.where(batch.relevant, surrogate, 0.0).sum(-1)
-
-    def _head_norms(self) -> list[Tensor]:
-        """Gradient norms of the last weights of each head, in the order of the spec."""
-        net = self.network
-        own = {Head.OP: net.op_head[-1], Head.SLOT: net.slot_pointer}
-        last = (own[head] if head in own else net.heads[head.name.lower()] for head in net.spec.heads)
-        return [layer.weight.grad.norm() for layer in last]  # type: ignore[operator, union-attr]
 
     def save(self, path: str | Path, **about: Any) -> None:
         """Everything that the next update depends on, in one file; `about` is plain data for its header."""
@@ -326,9 +308,9 @@ class PPOAgent:
         moments = {f"optimizer.{index}.{name}": t.detach().cpu()
                    for index, part in state.items() for name, t in part.items()}
         self._check_weights(path, moments)
+        watched = {"thresholds": to_dict(self.detector.thresholds), "anomalies": self.detector.state()}
         header = {**self.controller.header(), "config": to_dict(self.config), "updates": self.updates,
-                  "thresholds": to_dict(self.detector.thresholds),
-                  "anomalies": self.detector.state(), **about}
+                  **watched, **about}
         tensors = self.controller.tensors() | moments | {"generator": self.generator.get_state()}
         write_state(path, "agent", header, tensors)
 
@@ -364,8 +346,7 @@ class PPOAgent:
         if tensors:
             expected = {f"optimizer.{i}.{part}": p.shape for i, p in enumerate(ordered)
                         for part in ("exp_avg", "exp_avg_sq")}
-            found = {name: t for name, t in tensors.items() if not name.endswith(".step")}
-            check_tensors("moments", expected, found)
+            check_tensors("moments", expected, {n: t for n, t in tensors.items() if not n.endswith(".step")})
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             _, index, part = name.split(".")
@@ -383,7 +364,23 @@ def _place(at: Tensor, steps: Tensor, moved: Tensor) -> Tensor:
     return torch.cat([steps.flatten(0, 1).index_select(0, at[None])[0], head]).to(moved.dtype)
 
 
-def _compiled(function: Any) -> Any:
-    """Static shapes, one graph: a graph break is an error, not a slow path."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+PerHead = namedtuple("PerHead", "op slot blueprint style tempo alpha_target alpha_speed alpha_curve")
+"""One tensor [T, N] for each head."""
+assert list(PerHead._fields) == [head.name.lower() for head in Head]
+_OPS = tuple(tuple(op for op in range(len(RELEVANCE)) if RELEVANCE[op, head]) for head in range(len(Head)))
+"""For each head the ops under which it matters: the columns of `RELEVANCE`."""
 
+
+def compute_causal_masks(ops: Tensor) -> PerHead:
+    """bool: does the head matter under the op that was taken? `ops` [T, N] are numbers of `LifecycleOp`."""
+    if ops.dim() != 2:
+        raise EsperError(f"ops have shape {list(ops.shape)}; expected [T, N]")
+    return PerHead(*(torch.stack([ops == op for op in mine]).any(0) for mine in _OPS))
+
+
+def compute_per_head_advantages(advantages: Tensor, ops: Tensor) -> PerHead:
+    """Advantages [T, N] for each head, zero where it did not matter. The op's are the given tensor itself."""
+    if advantages.shape != ops.shape:
+        raise EsperError(f"advantages have shape {list(advantages.shape)} and ops {list(ops.shape)}; "
+                         "both must be [T, N]")
+    return PerHead(advantages, *(torch.where(mask, advantages, 0) for mask in compute_causal_masks(ops)[1:]))
