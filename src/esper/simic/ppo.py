@@ -105,7 +105,13 @@ class PPOAgent:
         self.detector = AnomalyDetector(thresholds or Thresholds())
         self.updates = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.optimizer = self._optimizer()
+        decays = {False: 0.0, True: self.config.critic_decay}  # the value head alone decays
+        groups = [{"params": [p for name, p in self.network.named_parameters()
+                              if name.startswith("value_head.") == critic],
+                   "weight_decay": decay} for critic, decay in decays.items()]
+        fused = self.device.type in ("cpu", "cuda")  # other devices have no fused step
+        self.optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate[0], eps=self.config.adam_eps,
+                                           fused=fused, foreach=not fused)
         self._parameters, spec = list(self.network.parameters()), self.network.spec
         self._heads = [head.name.lower() for head in spec.heads]
         self._ops = torch.tensor([int(op) for op in spec.ops], device=self.device)  # of LifecycleOp
@@ -113,14 +119,6 @@ class PPOAgent:
         if compile or self.config.compile:  # one graph of static shapes: a break is an error, not a slow path
             compiled: Any = functools.partial(torch.compile, fullgraph=True, dynamic=False)
             self._encode, self._losses = compiled(self.network.encode), compiled(self._loss)
-
-    def _optimizer(self) -> torch.optim.AdamW:
-        groups = [{"params": [p for name, p in self.network.named_parameters()
-                              if name.startswith("value_head.") == critic],
-                   "weight_decay": self.config.critic_decay if critic else 0.0} for critic in (False, True)]
-        fused = self.device.type in ("cpu", "cuda")  # other devices have no fused step
-        return torch.optim.AdamW(groups, lr=self.config.learning_rate[0], eps=self.config.adam_eps,
-                                 fused=fused, foreach=not fused)
 
     def buffer(self, steps: int, rows: int, chunk: int = 0) -> TamiyoRolloutBuffer:
         """A rollout that fits this agent."""
@@ -342,8 +340,8 @@ class PPOAgent:
 
     def _restore_moments(self, tensors: dict[str, Tensor]) -> None:
         """Of every weight, or of none if nothing was learned yet."""
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         if tensors:
+            ordered = (p for group in self.optimizer.param_groups for p in group["params"])
             expected = {f"optimizer.{i}.{part}": p.shape for i, p in enumerate(ordered)
                         for part in ("exp_avg", "exp_avg_sq")}
             check_tensors("moments", expected, {n: t for n, t in tensors.items() if not n.endswith(".step")})

@@ -46,9 +46,8 @@ class Heuristic:
         most, best = torch.where(action_masks(view).slot & wished, rank, 0.0).flatten(1).max(1)
         slot = torch.where(most > 0, best % spec.slots, spec.defaults[Head.SLOT])
         op = torch.where(most > 0, torch.tensor(spec.ops)[best // spec.slots], int(LifecycleOp.WAIT))
-        every, full = torch.arange(len(op)), waiting(view)
+        every, full, grows = torch.arange(len(op)), waiting(view), op == LifecycleOp.GERMINATE
         full[:, Head.OP], full[:, Head.SLOT] = op, slot
-        grows = op == LifecycleOp.GERMINATE
         blueprint = worth[every, slot].argmax(1)
         full[:, Head.BLUEPRINT] = torch.where(grows, blueprint, full[:, Head.BLUEPRINT])
         self.tried[every[grows], slot[grows], blueprint[grows]] += 1

@@ -1,7 +1,4 @@
-"""Every policy behind one door: a view of all rows in, one legal action per row out.
-
-Legend: N rows.
-"""
+"""Every policy behind one door: a view of all N rows in, one legal action per row out."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,6 @@
-"""The evaluator: every way of deciding goes through the same executor, on the same scenarios, and is scored
-alike.
+"""The evaluator: every way of deciding is played on n scenarios (with S slots) alike, and scored alike."""
 
-Legend: n scenarios, S slots.
-"""
-
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -94,6 +91,5 @@ class Evaluator:
 
     def _finish(self, env: MorphogeneticEnv, policy: PolicyBundle, scenarios: Scenarios,
                 fossils: Tensor | None = None) -> Episodes:
-        held = self.held
-        samples = env.validation if held is None else lambda: env.held_out(*held)
+        samples = env.validation if self.held is None else functools.partial(env.held_out, *self.held)
         return play(env, policy, scenarios, samples=samples, fossils=fossils)
