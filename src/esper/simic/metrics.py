@@ -97,8 +97,7 @@ class Anomaly:
     """Something alarming that is open."""
 
     kind: str  # as `AnomalyDetector._signs` has it
-    where: str
-    """The head, or the metric; of a ratio also the step of the episode, the op and the head that moved."""
+    where: str  # the head, or the metric; of a ratio also the step of the episode, the op and the head
     value: float
 
     @property

@@ -244,12 +244,12 @@ class PPOAgent:
         chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
         numbers, places = [], []
         for piece in parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]:
-            encoded = self._encode(piece.seen)
-            memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset)
-            loss, *told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
+            features, slot, candidate = self._encode(piece.seen)
+            memory, _ = self.network.remember(features, piece.hidden, piece.reset)
+            loss, told, at = self._losses(memory, slot, candidate, piece, knobs, chosen, valid)
             loss.backward()
-            numbers.append(told[0])
-            places.append(told[1])
+            numbers.append(told)
+            places.append(at)
         sums, highs, lows = torch.stack(numbers).split([_EXTREMES, 1, 1], 1)
         combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0)])
         high, low = torch.stack(places, 1)  # [pieces, 3] each

@@ -127,8 +127,7 @@ class RewardWorld:
 
     def _pay(self, measured: Measurement) -> Tensor:
         """[N]: the reward of this epoch."""
-        at = (measured.clock - 1).clamp(min=0, max=self.twin.shape[1] - 1)
-        twin = Scores(*self.twin[torch.arange(self.env.rows), at].unbind(1))
+        twin = Scores(*self._twin_at(measured.clock).unbind(1))
         self.inputs.append(RewardInputs.of(measured, self.env.scenarios, twin, self.score))
         self.terms.append(self.ledger.pay(self.inputs[-1]))
         self.rewards.append(torch.stack(list(self.terms[-1].values())).sum(0))
@@ -139,13 +138,16 @@ class RewardWorld:
         terms = {name: torch.stack([paid[name] for paid in self.terms]) for name in self.terms[0]}
         return Round(episodes, terms, torch.stack(self.rewards), self.total, self.inputs)
 
+    def _twin_at(self, clock: Tensor) -> Tensor:
+        """[N, scores] of the twins after so many epochs [N]."""
+        return self.twin[torch.arange(self.env.rows), (clock - 1).clamp(0, self.twin.shape[1] - 1)]
+
     def _privileged(self) -> Tensor:
         """[N, len(PRIVILEGED)]."""
-        drawn, rows = self.env.scenarios, torch.arange(self.env.rows)
+        drawn = self.env.scenarios
         noise, shift, shuffle, label_noise, samples = (drawn.of_kind(n).float() for n in PRIVILEGED[:5])
         harm = drawn.impairments(self.env.family.host.stages)
-        last, now = (self.twin[rows, (clock - 1).clamp(0, self.twin.shape[1] - 1)]
-                     for clock in (drawn.horizon, self.env.clock))
+        last, now = self._twin_at(drawn.horizon), self._twin_at(self.env.clock)
         twin = (torch.stack([last[:, 1], last[:, 2], now[:, 2]], 1) - 0.5) * 5
         hidden = [noise, shift / 10, shuffle, label_noise, samples.log1p() / 10,
                   harm.one_tap.float().mean(1), harm.width.mean(1), harm.frozen.float().mean(1)]

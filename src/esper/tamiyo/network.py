@@ -59,14 +59,6 @@ def exact() -> Iterator[None]:
             place.fp32_precision = precision
 
 
-class Encoded(NamedTuple):
-    """What is known of a sequence in front of the memory."""
-
-    features: Tensor  # [T, B, H]
-    slot: Tensor  # [T, B, S, slot]
-    candidate: Tensor  # [T, B, S, K, candidate]
-
-
 class Decided(NamedTuple):
     """What the network says of a sequence."""
 
@@ -179,13 +171,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         """Zeros [rows, 2, H] on the device and in the dtype of the weights."""
         return self.trunk_op.new_zeros(rows, 2, self.config.hidden)
 
-    def encode(self, seen: Observation) -> Encoded:
-        """Everything in front of the memory."""
+    def encode(self, seen: Observation) -> tuple[Tensor, Tensor, Tensor]:
+        """In front of the memory: features [T, B, H], slots [T, B, S, ...], candidates [T, B, S, K, ...]."""
         candidate = self.candidate_encoder(seen.candidate)
         pooled = torch.cat([seen.slot, candidate.mean(-2), candidate.max(-2).values], -1)
         slot = self.slot_encoder(pooled)
         features = self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.max(-2).values], -1))
-        return Encoded(features, slot, candidate)
+        return features, slot, candidate
 
     def remember(self, features: Tensor, hidden: Tensor,
                  reset: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -202,8 +194,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         stretch = begins.t().flatten().cumsum(0).view(rows, steps).t() - 1  # [T, B] number of the stretch
         clock = torch.arange(steps, device=reset.device)[:, None].expand(steps, rows)
         place = clock - torch.where(begins, clock, 0).cummax(0).values  # [T, B] step within it
-        last, most = torch.stack([stretch[-1, -1], place.max()]).tolist()
-        count, longest = last + 1, most + 1
+        count, longest = (torch.stack([stretch[-1, -1], place.max()]) + 1).tolist()
         inputs = features.new_zeros(longest, count, features.shape[2]).index_put((place, stretch), features)
         first = torch.where(reset[0, :, None, None], 0.0, hidden)
         memory = hidden.new_zeros(count, *hidden.shape[1:]).index_put((stretch[0],), first)
@@ -239,9 +230,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         """(logits and values of a sequence [T, B, ...], hidden behind it if there were no resets)."""
         self._check(seen, hidden, reset, privileged)
         hidden = self.get_initial_hidden(seen.row.shape[1]) if hidden is None else hidden
-        encoded = self.encode(seen)
-        memory, behind = self.remember(encoded.features, hidden, reset)
-        return self.decide(memory, encoded.slot, encoded.candidate, privileged), behind
+        features, slot, candidate = self.encode(seen)
+        memory, behind = self.remember(features, hidden, reset)
+        return self.decide(memory, slot, candidate, privileged), behind
 
     def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None,
                privileged: Tensor | None) -> None:

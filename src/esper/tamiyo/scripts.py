@@ -78,32 +78,22 @@ class Scripted:
         return to_spec(view.spec, torch.where(acts[:, None], full, waiting(view)))
 
 
-def _periodic(view: View, facts: Facts, setting: Tensor) -> Tensor:
-    """Every so many epochs, from the first on."""
-    return view.clock % setting.long().clamp(min=1) == 0
-
-
-def _converged(view: View, facts: Facts, setting: Tensor) -> Tensor:
-    """When the validation loss fell by less than this share in the last epoch."""
-    fell = facts.before[:, _LOSS] - facts.scores[:, _LOSS]
-    return fell < setting * facts.before[:, _LOSS]  # not before there are two epochs to compare
-
-
-def _gap(view: View, facts: Facts, setting: Tensor) -> Tensor:
-    """While the validation loss is above the training loss by less than this: the network still underfits."""
-    return facts.scores[:, _LOSS] - facts.scores[:, _TRAIN] < setting
-
-
 class Trigger(NamedTuple):
-    fires: Callable[[View, Facts, Tensor], Tensor]
+    fires: Callable[[View, Facts, Tensor], Tensor]  # (view, its facts, settings [N]) -> bool [N]
     settings: tuple[float, ...]  # worth trying: epochs, shares, or nats
     alone: bool  # does not fire while a seed develops: it would go on firing for the same reason
 
 
 TRIGGERS: dict[str, Trigger] = {
-    "periodic": Trigger(_periodic, (2.0, 3.0, 4.0, 6.0), alone=False),
-    "converged": Trigger(_converged, (0.02, 0.05, 0.1, 0.2), alone=True),
-    "gap": Trigger(_gap, (-0.1, 0.0, 0.1, 0.3), alone=True),
+    # Every so many epochs, from the first on.
+    "periodic": Trigger(lambda view, facts, every: view.clock % every.long().clamp(min=1) == 0,
+                        (2.0, 3.0, 4.0, 6.0), alone=False),
+    # The validation loss fell by less than this share in the last epoch; NaN before there are two to compare.
+    "converged": Trigger(lambda view, facts, share: facts.before[:, _LOSS] - facts.scores[:, _LOSS]
+                         < share * facts.before[:, _LOSS], (0.02, 0.05, 0.1, 0.2), alone=True),
+    # The validation loss is above the training loss by less than this: the network still underfits.
+    "gap": Trigger(lambda view, facts, gap: facts.scores[:, _LOSS] - facts.scores[:, _TRAIN] < gap,
+                   (-0.1, 0.0, 0.1, 0.3), alone=True),
 }
 
 

@@ -103,21 +103,17 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
         calls[name] = functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen, best)
     parts = in_processes(jobs, calls) if jobs > 1 else ((name, call()) for name, call in calls.items())
     for number, (name, done) in enumerate(parts, 1):
-        tuned = _with_part(tuned, name, done, preview_steps)
+        if name == PLANS:
+            plans = {part: getattr(done, part) for part in ("fixed", "visible", "oracle", "rule", "choices")}
+            tuned = replace(tuned, preview_steps=preview_steps, **plans)
+            used = dict.fromkeys((*LEVELS, "best rule"), done.episodes)
+        else:
+            tuned, used = replace(tuned, triggers=tuned.triggers | {name: done[0]}), {name: done[1]}
+        tuned = replace(tuned, episodes=tuned.episodes | used)
         keep(tuned)
         if jobs > 1:
             watch("controls", number, len(calls))
     return tuned
-
-
-def _with_part(tuned: Tuned, name: str, done: Any, preview_steps: int) -> Tuned:
-    if name != PLANS:
-        config, used = done
-        episodes = tuned.episodes | {name: used}
-        return replace(tuned, triggers=tuned.triggers | {name: config}, episodes=episodes)
-    episodes = tuned.episodes | dict.fromkeys((*LEVELS, "best rule"), done.episodes)
-    plans = {part: getattr(done, part) for part in ("fixed", "visible", "oracle", "rule", "choices")}
-    return replace(tuned, episodes=episodes, preview_steps=preview_steps, **plans)
 
 
 def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
