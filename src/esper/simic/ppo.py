@@ -3,7 +3,6 @@
 Legend: L steps of a sequence, B sequences, H heads of the spec.
 """
 
-import functools
 import math
 from collections import namedtuple
 from dataclasses import dataclass, fields
@@ -39,32 +38,42 @@ RANGES = {
 class PPOConfig:
     """Pairs are values at the start and at the end of the declared run; between them they move in a line."""
 
-    updates: int = 200  # of the declared run
+    updates: int = 200
+    """Of the declared run."""
     learning_rate: tuple[float, float] = (1e-3, 1e-4)
     entropy: tuple[float, float] = (0.05, 0.001)
     """Weight of the bonus: the op's entropy and, for every other head, that of what it would do if asked."""
-    entropy_weights: tuple[float, ...] = (1.0,) * len(Head)  # of each head in the bonus, in their order
-    explore: tuple[float, float] = (0.02, 0.0)  # share of the uniform distribution in every choice
+    entropy_weights: tuple[float, ...] = (1.0,) * len(Head)
+    """Weight of each head in the bonus, in the order of `Head`."""
+    explore: tuple[float, float] = (0.02, 0.0)
+    """Share of the uniform distribution in every choice."""
     gamma: float = 1.0
     gae_lambda: float = 0.95
     epochs: int = 4
     minibatches: int = 4
-    accumulate: int = 1  # pieces of a minibatch whose gradients are summed up: the same step, less memory
+    accumulate: int = 1
+    """Pieces of a minibatch whose gradients are summed up; the step is the same, memory is less."""
     ratio: str = "joint"
     """joint: one ratio of whole actions. per_head: one for each head that mattered, clipped by itself."""
     clip: float = 0.2
-    value_clip: float = 2.0  # range in which the value may move in one update, in units of its scale
+    value_clip: float = 2.0
+    """Range in which the value may move in one update, in units of its scale."""
     scale_memory: float = 0.95
     """The value's scale is the spread of returns, averaged over updates with this weight on the past."""
     value_weight: float = 0.5
     target_kl: float = 0.03
-    kl_stop: float = 1.5  # the update stops when the joint KL passes so many times its target
+    kl_stop: float = 1.5
+    """The update stops when the joint KL passes so many times its target."""
     max_grad_norm: float = 0.5
-    critic_decay: float = 1e-4  # weight decay of the value head; nothing else decays
+    critic_decay: float = 1e-4
+    """Weight decay of the value head; nothing else decays."""
     adam_eps: float = 1e-5
-    replay_tolerance: float = 1e-3  # by which a replayed log-probability or value may differ from the stored
-    chunk: int = 0  # steps of a sequence, each replayed from the memory it began with; 0 is whole rollouts
-    compile: bool = False  # the encoder and the loss
+    replay_tolerance: float = 1e-3
+    """Largest difference that a replayed log-probability or value may have from the stored one."""
+    chunk: int = 0
+    """Steps of a sequence, each replayed from the memory it began with; 0 is whole rollouts."""
+    compile: bool = False
+    """Compile the encoder and the loss."""
 
     def __post_init__(self) -> None:
         if self.ratio not in RATIOS:
@@ -116,9 +125,8 @@ class PPOAgent:
         self._heads = [head.name.lower() for head in spec.heads]
         self._ops = torch.tensor([int(op) for op in spec.ops], device=self.device)  # of LifecycleOp
         self._encode, self._losses = self.network.encode, self._loss
-        if compile or self.config.compile:  # one graph of static shapes: a break is an error, not a slow path
-            compiled: Any = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-            self._encode, self._losses = compiled(self.network.encode), compiled(self._loss)
+        if compile or self.config.compile:
+            self._encode, self._losses = map(_compiled, (self.network.encode, self._loss))
 
     def buffer(self, steps: int, rows: int, chunk: int = 0) -> TamiyoRolloutBuffer:
         """A rollout that fits this agent."""
@@ -296,7 +304,7 @@ class PPOAgent:
         heads = self.network.spec.heads
         ops = self._ops[batch.actions[..., heads.index(Head.OP)]]
         advantages = compute_per_head_advantages(batch.advantage, ops)
-        each = torch.stack([advantages[head] for head in heads], -1)
+        each = torch.stack([advantages[int(head)] for head in heads], -1)
         surrogate = _clipped(torch.where(batch.relevant, moved, 0.0).exp(), each, clip)
         return torch.where(batch.relevant, surrogate, 0.0).sum(-1)
 
@@ -360,6 +368,11 @@ def _place(at: Tensor, steps: Tensor, moved: Tensor) -> Tensor:
     """[3]: at a place of the flattened batch `steps` [L, B, 2] and the highest head of `moved` [L, B, H]."""
     head = moved.flatten(0, 1).index_select(0, at[None]).argmax(-1)
     return torch.cat([steps.flatten(0, 1).index_select(0, at[None])[0], head]).to(moved.dtype)
+
+
+def _compiled(function: Any) -> Any:
+    """Static shapes, one graph: a graph break is an error, not a slow path."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 PerHead = namedtuple("PerHead", "op slot blueprint style tempo alpha_target alpha_speed alpha_curve")

@@ -34,16 +34,23 @@ class TrainConfig:
     """Everything that decides a run."""
 
     env: EnvConfig = field(default_factory=lambda: EnvConfig(find_family("mlp"), previews=_LOOKS))
-    rounds: int = 60  # updates of the run; each follows one episode in every row
-    rows: int = 64  # episodes that run together
-    scenarios: int = 0  # for training, in whole rounds, met again with the same twins; 0 draws ever new ones
+    """Family, action space, previews, device and precision."""
+    rounds: int = 60
+    """Updates of the run; each follows one episode in every row."""
+    rows: int = 64
+    """Episodes that run together."""
+    scenarios: int = 0
+    """Training scenarios, in whole rounds, met again and again with the same twins; 0 draws ever new ones."""
     reward: str = "utility"
     score: str = "delivered"
     """What a network is scored by: score (accuracy, for classification), smooth (the probability of the right
     class), or delivered (smooth while it grows, score once it is delivered)."""
-    exam_every: int = 20  # rounds between examinations on fixed validation scenarios; 0 takes none
-    exam_rows: int = 64  # scenarios of an examination
-    privileged: bool = True  # the critic alone sees what `world.PRIVILEGED` names
+    exam_every: int = 20
+    """Rounds between examinations on fixed validation scenarios; 0 takes none."""
+    exam_rows: int = 64
+    """Scenarios of an examination."""
+    privileged: bool = True
+    """The critic alone sees each row's hidden kind, what its twin will score and what was paid so far."""
     seed: int = 0
     network: NetworkConfig = field(default_factory=NetworkConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)

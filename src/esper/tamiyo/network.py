@@ -31,12 +31,18 @@ WIDEST = 4096  # a config that asks for wider layers is a mistake, and is refuse
 class NetworkConfig:
     """Sizes of the controller's network."""
 
-    hidden: int = 128  # width of the features and of the memory
-    slot: int = 64  # width of a slot's encoding
-    candidate: int = 16  # width of a candidate's encoding
-    trunk: int = 64  # width behind which the heads split
-    memory: bool = True  # without it the LSTM forgets everything before each step
-    privileged: int = 0  # numbers that the value head alone sees while it learns; acting needs none
+    hidden: int = 128
+    """Width of the features and of the memory."""
+    slot: int = 64
+    """Width of a slot's encoding."""
+    candidate: int = 16
+    """Width of a candidate's encoding."""
+    trunk: int = 64
+    """Width behind which the heads split."""
+    memory: bool = True
+    """Without it the LSTM forgets everything before each step."""
+    privileged: int = 0
+    """Numbers that the value head alone sees while it learns; a controller that only acts needs none."""
 
     def __post_init__(self) -> None:
         for name, least in (("hidden", 1), ("slot", 1), ("candidate", 1), ("trunk", 1), ("privileged", 0)):
