@@ -1,13 +1,11 @@
 """Simic: selection pressure. Rewards, rollout, learning rule, training loop; `simic.proof` is the court."""
 
-from esper.simic.advantages import PerHead, compute_causal_masks, compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Step, TamiyoRolloutBuffer
-from esper.simic.collecting import Collector, Outcome
 from esper.simic.metrics import Anomaly, AnomalyDetector, PPOUpdateMetrics, Thresholds
-from esper.simic.ppo import PPOAgent, PPOConfig
+from esper.simic.ppo import PerHead, PPOAgent, PPOConfig, compute_causal_masks, compute_per_head_advantages
 from esper.simic.rewards import REWARDS
 from esper.simic.training import TrainConfig, Training
-from esper.simic.world import RewardWorld, Round
+from esper.simic.world import Collector, Outcome, RewardWorld, Round
 
 __all__ = [
     "REWARDS", "Anomaly", "AnomalyDetector", "Collector", "Outcome", "PPOAgent", "PPOConfig",

@@ -96,8 +96,7 @@ class Sequences(NamedTuple):
         return self.valid & self.relevant.any(-1)
 
 
-_PLAIN = Sequences._fields[2:-2]
-"""Everything of a batch that is one tensor [L, B, ...], whatever happened in it."""
+_PLAIN = Sequences._fields[2:-2]  # what is one tensor [L, B, ...], whatever happened in it
 
 
 class TamiyoRolloutBuffer:
@@ -129,10 +128,10 @@ class TamiyoRolloutBuffer:
                              "call reset before adding more")
         parts = {f"seen.{name}": part for name, part in step.seen._asdict().items()}
         parts |= {f"mask.{name}": part for name, part in step.masks.named().items()}
-        plain = step._asdict() | step.acted._asdict()
-        parts |= {name: part for name, part in plain.items() if name in self._tails}
-        nothing = step.reward.new_zeros(len(step.reward), 0)
-        parts["privileged"] = nothing if step.privileged is None else step.privileged
+        parts |= {name: part for name, part in (step._asdict() | step.acted._asdict()).items()
+                  if name in self._tails}
+        if step.privileged is None:
+            parts["privileged"] = step.reward.new_zeros(len(step.reward), 0)
         for name, (tail, dtype) in self._tails.items():
             self._check(name, parts[name], (self.spec.rows, *tail), dtype)
         self._check("hidden", step.hidden, (self.spec.rows, 2, self.spec.hidden), self._hidden.dtype)
@@ -219,15 +218,13 @@ class TamiyoRolloutBuffer:
             raise EsperError(f"{count} sequences cannot be cut into {minibatches} equal batches; "
                              "choose a divisor")
         unused = ("reward", "done", "truncated", "bootstrap")
-        named = {name: self[name] for name in self._all if name not in unused}
-        if minibatches == 1 and chunks == 1:
-            yield self._sequences(named, self._hidden[0])
-            return
-        named = {name: tensor.unflatten(0, (chunks, -1)).transpose(0, 1).flatten(1, 2)  # [L, C * N, ...]
-                 for name, tensor in named.items()}
+        named = {name: self[name].unflatten(0, (chunks, -1)).transpose(0, 1).flatten(1, 2)  # [L, C * N, ...]
+                 for name in self._all if name not in unused}
         hidden = self._hidden[:chunks].flatten(0, 1)
-        order = torch.arange(count) if minibatches == 1 else torch.randperm(count, generator=generator)
-        for part in order.to(self.device).split(count // minibatches):
+        if minibatches == 1:
+            yield self._sequences(named, hidden)
+            return
+        for part in torch.randperm(count, generator=generator).to(self.device).split(count // minibatches):
             chosen = {name: tensor.index_select(1, part) for name, tensor in named.items()}
             yield self._sequences(chosen, hidden.index_select(0, part))
 

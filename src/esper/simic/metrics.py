@@ -3,20 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from esper.leyline.telemetry import HEAD_METRICS, UPDATE_METRICS, UpdateMetric
 
-
-def _worst(value: float) -> float:
-    """No number counts as more than any."""
-    return math.inf if math.isnan(value) else value
-
-
-REDUCERS: dict[str, Callable[[list[float]], float]] = {
+REDUCERS: dict[str, Callable[[list[float]], float]] = {  # what is no number is the most and the least of all
     "mean": lambda values: sum(values) / len(values),
-    "max": lambda values: max(values, key=_worst),
-    "min": lambda values: min(values, key=lambda value: -_worst(-value)),
+    "max": lambda values: max(values, key=lambda value: math.inf if math.isnan(value) else value),
+    "min": lambda values: min(values, key=lambda value: -math.inf if math.isnan(value) else value),
     "sum": sum,
     "last": lambda values: values[-1],
 }
@@ -86,20 +80,13 @@ class Thresholds:
 
     ratio_max: float = 5.0
     ratio_min: float = 0.1
-    head_entropy: float = 0.05
-    """Least share of its most that a head's conditional entropy should keep."""
-    head_grad_norm: float = 1e-7
-    """A head that could learn and has a smaller gradient is starved."""
-    head_learnable: float = 1e-3
-    """A head that matters in a smaller share of steps is starved."""
-    value_error: float = 5.0
-    """In units of the value's scale."""
-    explained_variance: float = 0.0
-    """Values that explain less of the returns, update after update, are stale: a mean would be as good."""
-    fire_after: int = 3
-    """Updates in a row before a creeping anomaly is reported."""
-    clear_factor: float = 1.5
-    """It is over when the number is this much better than its threshold."""
+    head_entropy: float = 0.05  # least share of its most that a head's conditional entropy should keep
+    head_grad_norm: float = 1e-7  # a head that could learn and has a smaller gradient is starved
+    head_learnable: float = 1e-3  # a head that matters in a smaller share of steps is starved
+    value_error: float = 5.0  # in units of the value's scale
+    explained_variance: float = 0.0  # values that explain less of the returns are stale: a mean is as good
+    fire_after: int = 3  # updates in a row before a creeping anomaly is reported
+    clear_factor: float = 1.5  # it is over when the number is this much better than its threshold
 
 
 AT = " at "  # between a metric and the place of its extreme
@@ -110,8 +97,7 @@ class Anomaly:
     """Something alarming that is open."""
 
     kind: str  # as `AnomalyDetector._signs` has it
-    where: str
-    """The head, or the metric; of a ratio also the step of the episode, the op and the head that moved."""
+    where: str  # the head, or the metric; of a ratio also the step of the episode, the op and the head
     value: float
 
     @property
@@ -120,15 +106,14 @@ class Anomaly:
         return self.kind, self.where.partition(AT)[0]
 
 
-@dataclass(frozen=True)
-class _Sign:
+class _Sign(NamedTuple):
     """One number to watch: alarming when `value` is beyond `threshold`, above it or below it."""
 
     kind: str
     where: str
     value: float
     threshold: float
-    above: bool
+    above: bool = False
     at_once: bool = False
 
     def beyond(self, factor: float = 1.0) -> bool:
@@ -165,20 +150,20 @@ class AnomalyDetector:
 
     def _signs(self, numbers: dict[str, float], heads: dict[str, dict[str, float]]) -> Iterable[_Sign]:
         limit = self.thresholds
-        for kind, name, above, at_once in (
-                ("ratio_explosion", "ratio_max", True, True), ("ratio_collapse", "ratio_min", False, True),
-                ("value_error", "value_error", True, False),
-                ("stale_values", "explained_variance", False, False)):
-            yield _Sign(kind, name, numbers[name], getattr(limit, name), above, at_once)
+        yield _Sign("ratio_explosion", "ratio_max", numbers["ratio_max"], limit.ratio_max, True, True)
+        yield _Sign("ratio_collapse", "ratio_min", numbers["ratio_min"], limit.ratio_min, False, True)
+        yield _Sign("value_error", "value_error", numbers["value_error"], limit.value_error, True)
+        explained = "explained_variance"
+        yield _Sign("stale_values", explained, numbers[explained], limit.explained_variance)
         by_head = {f"{name} {head}": value for name, part in heads.items() for head, value in part.items()}
         for name, value in (numbers | by_head).items():
             yield _Sign("non_finite", name, float(not math.isfinite(value)), 0.0, above=True, at_once=True)
         for name, share in heads["head_learnable"].items():
-            yield _Sign("starved", f"{name} learnable", share, limit.head_learnable, above=False)
+            yield _Sign("starved", f"{name} learnable", share, limit.head_learnable)
             if share > limit.head_learnable:  # a head nobody asked says nothing about its entropy or gradient
                 entropy, gradient = heads["head_entropy"][name], heads["head_grad_norm"][name]
-                yield _Sign("entropy_collapse", name, entropy, limit.head_entropy, above=False)
-                yield _Sign("starved", f"{name} gradient", gradient, limit.head_grad_norm, above=False)
+                yield _Sign("entropy_collapse", name, entropy, limit.head_entropy)
+                yield _Sign("starved", f"{name} gradient", gradient, limit.head_grad_norm)
 
     def state(self) -> dict[str, Any]:
         return {"counts": [[*key, count] for key, count in self.counts.items()],

@@ -4,6 +4,7 @@ Legend: L steps of a sequence, B sequences, H heads of the spec.
 """
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import EsperError, Head
+from esper.leyline import RELEVANCE, EsperError, Head
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.storage import decoding, read_state, write_state
-from esper.simic.advantages import compute_per_head_advantages
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
 from esper.tamiyo import ActionDistribution, Controller
@@ -22,8 +22,7 @@ from esper.tamiyo.controller import check_tensors
 from esper.tamiyo.network import exact
 
 RATIOS = ("joint", "per_head")
-LARGEST = 1e6
-"""A reward, weight or moment of a larger size is taken for a mistake: one would spoil every later update."""
+LARGEST = 1e6  # a larger reward, weight or moment is taken for a mistake: one would spoil every later update
 RANGES = {
     "updates": (1, 10**9), "learning_rate": (0, 1), "entropy": (0, 100), "entropy_weights": (0, 100),
     "explore": (0, 0.99), "gamma": (0, 1), "gae_lambda": (0, 1), "epochs": (1, 10**6),
@@ -115,7 +114,13 @@ class PPOAgent:
         self.detector = AnomalyDetector(thresholds or Thresholds())
         self.updates = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.optimizer = self._optimizer()
+        decays = {False: 0.0, True: self.config.critic_decay}  # the value head alone decays
+        groups = [{"params": [p for name, p in self.network.named_parameters()
+                              if name.startswith("value_head.") == critic],
+                   "weight_decay": decay} for critic, decay in decays.items()]
+        fused = self.device.type in ("cpu", "cuda")  # other devices have no fused step
+        self.optimizer = torch.optim.AdamW(groups, lr=self.config.learning_rate[0], eps=self.config.adam_eps,
+                                           fused=fused, foreach=not fused)
         self._parameters, spec = list(self.network.parameters()), self.network.spec
         self._heads = [head.name.lower() for head in spec.heads]
         self._ops = torch.tensor([int(op) for op in spec.ops], device=self.device)  # of LifecycleOp
@@ -123,22 +128,13 @@ class PPOAgent:
         if compile or self.config.compile:
             self._encode, self._losses = map(_compiled, (self.network.encode, self._loss))
 
-    def _optimizer(self) -> torch.optim.AdamW:
-        groups = [{"params": [p for name, p in self.network.named_parameters()
-                              if name.startswith("value_head.") == critic],
-                   "weight_decay": self.config.critic_decay if critic else 0.0} for critic in (False, True)]
-        fused = self.device.type in ("cpu", "cuda")  # other devices have no fused step
-        return torch.optim.AdamW(groups, lr=self.config.learning_rate[0], eps=self.config.adam_eps,
-                                 fused=fused, foreach=not fused)
-
     def buffer(self, steps: int, rows: int, chunk: int = 0) -> TamiyoRolloutBuffer:
         """A rollout that fits this agent."""
         return TamiyoRolloutBuffer(RolloutSpec.of(self.network, steps, rows, chunk), self.device)
 
     def scheduled(self, pair: tuple[float, float]) -> float:
         """Where a pair of start and end stands now."""
-        done = min(1.0, self.updates / self.config.updates)
-        return pair[0] + (pair[1] - pair[0]) * done
+        return pair[0] + (pair[1] - pair[0]) * min(1.0, self.updates / self.config.updates)
 
     @property
     def explore(self) -> float:
@@ -161,18 +157,18 @@ class PPOAgent:
         log, stopped, skipped = self._learn(buffer, self._knobs())
         self.updates += 1
         heads, before = self._heads, torch.cat([torch.stack([mean, std]), summary, entropies]).tolist()
-        names = (*NUMBERS, "grad_norm")
-        norms = {head: reduced("head_grad_norm", [entry[head] for entry in log]) for head in heads}
         by_head: dict[str, Any] = {
-            "head_learnable": dict(zip(heads, before[3:], strict=False)), "head_grad_norm": norms,
+            "head_learnable": dict(zip(heads, before[3:], strict=False)),
+            "head_grad_norm": {h: reduced("head_grad_norm", [step[h] for step in log]) for h in heads},
             "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True))}
-        numbers: dict[str, Any] = {name: reduced(name, [entry[name] for entry in log]) for name in names}
+        numbers: dict[str, Any] = {name: reduced(name, [step[name] for step in log])
+                                   for name in (*NUMBERS, "grad_norm")}
         numbers |= {"replay_error": error, "explained_variance": before[2]}
         buffer.reset()
-        anomalies = self.detector(numbers, by_head, self._places(log))
         return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
                                 steps=len(log) - skipped - stopped, skipped=skipped,
-                                stopped_early=bool(stopped), learning_rate=lr, anomalies=anomalies)
+                                stopped_early=bool(stopped), learning_rate=lr,
+                                anomalies=self.detector(numbers, by_head, self._places(log)))
 
     def _places(self, log: list[dict[Any, float]]) -> dict[str, str]:
         """The most extreme ratios of an update -> step of the episode, op, and head that moved most."""
@@ -256,17 +252,19 @@ class PPOAgent:
         chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
         numbers, places = [], []
         for piece in parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]:
-            encoded = self._encode(piece.seen)
-            memory, _ = self.network.remember(encoded.features, piece.hidden, piece.reset)
-            loss, *told = self._losses(memory, encoded.slot, encoded.candidate, piece, knobs, chosen, valid)
+            features, slot, candidate = self._encode(piece.seen)
+            memory, _ = self.network.remember(features, piece.hidden, piece.reset)
+            loss, told, at = self._losses(memory, slot, candidate, piece, knobs, chosen, valid)
             loss.backward()
-            numbers.append(told[0])
-            places.append(told[1])
+            numbers.append(told)
+            places.append(at)
         sums, highs, lows = torch.stack(numbers).split([_EXTREMES, 1, 1], 1)
         combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0)])
         high, low = torch.stack(places, 1)  # [pieces, 3] each
         where = torch.cat([high.index_select(0, highs.argmax(0)), low.index_select(0, lows.argmin(0))], 1)[0]
-        raw = torch.stack(self._head_norms())
+        net = self.network
+        last: dict[str, Any] = {"op": net.op_head[-1], "slot": net.slot_pointer, **dict(net.heads.items())}
+        raw = torch.stack([last[head].weight.grad.norm() for head in self._heads])
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
         listed = torch.cat([combined, norm[None], raw, where]).tolist()
         return dict(zip((*NUMBERS, "grad_norm", *self._heads, *_PLACES), listed, strict=True))
@@ -281,17 +279,15 @@ class PPOAgent:
         scored = distribution.score(batch.actions)
         moved = torch.where(batch.valid, scored.joint - batch.log_prob, 0.0)
         ratio, acting = moved.exp(), batch.chosen
-        if config.ratio == "joint":
-            surrogate = _clipped(ratio, batch.advantage, knobs.clip)
-        else:
-            surrogate = self._per_head(scored.heads - batch.head_log_probs, batch, knobs.clip)
+        by_head = scored.heads - batch.head_log_probs
+        surrogate = (_clipped(ratio, batch.advantage, knobs.clip) if config.ratio == "joint" else
+                     self._per_head(by_head, batch, knobs.clip))
         policy = -torch.where(acting, surrogate, 0.0).sum() / chosen
         near = batch.value + (value - batch.value).clamp(-knobs.value_clip, knobs.value_clip)
         squared = torch.maximum((value - batch.target).square(), (near - batch.target).square())
         critic = 0.5 * torch.where(batch.valid, squared, 0.0).sum() / (valid * network.value_scale.square())
         bonus = (knobs.entropy * distribution.conditional_entropies()).sum(-1)
         bonus = torch.where(batch.valid, bonus, 0.0).sum() / valid
-        loss = policy + config.value_weight * critic - bonus
         with torch.no_grad():
             entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
             kl = torch.where(acting, ratio - 1 - moved, 0.0).sum() / chosen
@@ -300,25 +296,17 @@ class PPOAgent:
             error = off / (valid * network.value_scale)
             numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin()])
             steps = torch.stack([batch.clock, batch.actions[..., network.spec.heads.index(Head.OP)]], -1)
-            by_head = scored.heads - batch.head_log_probs
             high, low = _place(ratio.argmax(), steps, by_head), _place(ratio.argmin(), steps, -by_head)
-        return loss, numbers, torch.stack([high, low])
+        return policy + config.value_weight * critic - bonus, numbers, torch.stack([high, low])
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
         """[L, B]: a clipped surrogate for each head that mattered and had a choice, over one denominator."""
-        spec = self.network.spec
-        ops = self._ops[batch.actions[..., spec.heads.index(Head.OP)]]
+        heads = self.network.spec.heads
+        ops = self._ops[batch.actions[..., heads.index(Head.OP)]]
         advantages = compute_per_head_advantages(batch.advantage, ops)
-        each = torch.stack([advantages[int(head)] for head in spec.heads], -1)
+        each = torch.stack([advantages[int(head)] for head in heads], -1)
         surrogate = _clipped(torch.where(batch.relevant, moved, 0.0).exp(), each, clip)
         return torch.where(batch.relevant, surrogate, 0.0).sum(-1)
-
-    def _head_norms(self) -> list[Tensor]:
-        """Gradient norms of the last weights of each head, in the order of the spec."""
-        net = self.network
-        own = {Head.OP: net.op_head[-1], Head.SLOT: net.slot_pointer}
-        last = (own[head] if head in own else net.heads[head.name.lower()] for head in net.spec.heads)
-        return [layer.weight.grad.norm() for layer in last]  # type: ignore[operator, union-attr]
 
     def save(self, path: str | Path, **about: Any) -> None:
         """Everything that the next update depends on, in one file; `about` is plain data for its header."""
@@ -326,9 +314,9 @@ class PPOAgent:
         moments = {f"optimizer.{index}.{name}": t.detach().cpu()
                    for index, part in state.items() for name, t in part.items()}
         self._check_weights(path, moments)
+        watched = {"thresholds": to_dict(self.detector.thresholds), "anomalies": self.detector.state()}
         header = {**self.controller.header(), "config": to_dict(self.config), "updates": self.updates,
-                  "thresholds": to_dict(self.detector.thresholds),
-                  "anomalies": self.detector.state(), **about}
+                  **watched, **about}
         tensors = self.controller.tensors() | moments | {"generator": self.generator.get_state()}
         write_state(path, "agent", header, tensors)
 
@@ -360,12 +348,11 @@ class PPOAgent:
 
     def _restore_moments(self, tensors: dict[str, Tensor]) -> None:
         """Of every weight, or of none if nothing was learned yet."""
-        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         if tensors:
+            ordered = (p for group in self.optimizer.param_groups for p in group["params"])
             expected = {f"optimizer.{i}.{part}": p.shape for i, p in enumerate(ordered)
                         for part in ("exp_avg", "exp_avg_sq")}
-            found = {name: t for name, t in tensors.items() if not name.endswith(".step")}
-            check_tensors("moments", expected, found)
+            check_tensors("moments", expected, {n: t for n, t in tensors.items() if not n.endswith(".step")})
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             _, index, part = name.split(".")
@@ -387,3 +374,24 @@ def _compiled(function: Any) -> Any:
     """Static shapes, one graph: a graph break is an error, not a slow path."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
+
+PerHead = namedtuple("PerHead", "op slot blueprint style tempo alpha_target alpha_speed alpha_curve")
+"""One tensor [T, N] for each head."""
+assert list(PerHead._fields) == [head.name.lower() for head in Head]
+_OPS = tuple(tuple(op for op in range(len(RELEVANCE)) if RELEVANCE[op, head]) for head in range(len(Head)))
+"""For each head the ops under which it matters: the columns of `RELEVANCE`."""
+
+
+def compute_causal_masks(ops: Tensor) -> PerHead:
+    """bool: does the head matter under the op that was taken? `ops` [T, N] are numbers of `LifecycleOp`."""
+    if ops.dim() != 2:
+        raise EsperError(f"ops have shape {list(ops.shape)}; expected [T, N]")
+    return PerHead(*(torch.stack([ops == op for op in mine]).any(0) for mine in _OPS))
+
+
+def compute_per_head_advantages(advantages: Tensor, ops: Tensor) -> PerHead:
+    """Advantages [T, N] for each head, zero where it did not matter. The op's are the given tensor itself."""
+    if advantages.shape != ops.shape:
+        raise EsperError(f"advantages have shape {list(advantages.shape)} and ops {list(ops.shape)}; "
+                         "both must be [T, N]")
+    return PerHead(advantages, *(torch.where(mask, advantages, 0) for mask in compute_causal_masks(ops)[1:]))

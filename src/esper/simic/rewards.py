@@ -70,14 +70,11 @@ def _contribution(now: RewardInputs) -> Terms:
     return {"credit": now.contribution.sum(1), **now.cost}
 
 
-STAGE_POTENTIAL = dict(zip(LIVE.tolist(), (0.005, 0.01, 0.015, 0.02), strict=True))
-"""Shaping towards a finished life; taken back at the end, so that no return changes."""
-
-
 def _shaped(now: RewardInputs) -> Terms:
-    """Contribution, and a potential of stages that leads on and sums to nothing."""
-    potential = sum((value * (now.stage == stage).float().sum(1) for stage, value in STAGE_POTENTIAL.items()),
-                    torch.zeros_like(now.score))
+    """Contribution, and a potential that leads to a finished life, taken back at the end."""
+    potential = torch.zeros_like(now.score)
+    for stage, value in zip(LIVE, (0.005, 0.01, 0.015, 0.02), strict=True):
+        potential = potential + value * (now.stage == stage).float().sum(1)
     return {"potential": torch.where(now.over, 0.0, potential), **_contribution(now)}
 
 

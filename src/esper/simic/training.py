@@ -1,7 +1,4 @@
-"""The training loop: a round of episodes, an update, a checkpoint; facts go to a sink.
-
-Legend: T epochs, N rows.
-"""
+"""The training loop: a round of episodes, an update, a checkpoint; facts go to a sink."""
 
 import functools
 import hashlib
@@ -102,21 +99,15 @@ class Training:
                  make: MakeEnv = MorphogeneticEnv) -> None:
         """Continues from the folder's checkpoint if it holds one; `make` makes environments."""
         self.config, self.folder, self.sink, self.make = config, folder, sink or Nowhere(), make
-        self.agent = self._agent()
+        path = folder / CHECKPOINT
+        if path.exists() and read_state(path, "agent")[0].get("run") != config.identity:
+            raise EsperError(f"{path} belongs to another run than the run.json beside it; put back its own")
+        self.agent = PPOAgent.load(path, config.env.device) if path.exists() else config.agent()
         self.agent.config = replace(self.agent.config, updates=config.rounds)  # more, if it was made longer
-        twins = Twins(make(replace(config.env, previews=None), config.rows))
-        self.world = RewardWorld(make(config.env, config.rows), twins, config.reward, config.score)
+        self.world = self._world(config.rows, config.reward, config.score)
         self.clock = time.perf_counter()
         if (folder / TWINS).exists():
-            twins.load(folder / TWINS)
-
-    def _agent(self) -> PPOAgent:
-        path, config = self.folder / CHECKPOINT, self.config
-        if not path.exists():
-            return config.agent()
-        if read_state(path, "agent")[0].get("run") != config.identity:
-            raise EsperError(f"{path} belongs to another run than the run.json beside it; put back its own")
-        return PPOAgent.load(path, config.env.device)
+            self.world.twins.load(folder / TWINS)
 
     def run(self, stop: Callable[[], bool] = lambda: False,
             watch: Callable[[int], object] = lambda number: None) -> None:
@@ -162,11 +153,10 @@ class Training:
         episodes, measured, spec = played.episodes, played.episodes.measured, self.config.env.spec
         wait, grow = LifecycleOp.WAIT, LifecycleOp.GERMINATE
         for epoch, actions in enumerate(episodes.actions):
-            over = measured["done"][epoch - 1] if epoch else torch.zeros_like(measured["done"][0])
-            running, now = ~over, played.inputs[epoch]
+            running = ~measured["done"][epoch - 1] if epoch else torch.ones_like(measured["done"][0])
+            now = played.inputs[epoch]
             chosen = dict(zip(spec.heads, actions[running].unbind(1), strict=True))
-            ops = [spec.ops[op] for op in chosen[Head.OP].tolist()]
-            slots = chosen[Head.SLOT].tolist()
+            ops, slots = [spec.ops[op] for op in chosen[Head.OP].tolist()], chosen[Head.SLOT].tolist()
             blueprints = chosen[Head.BLUEPRINT].tolist() if Head.BLUEPRINT in chosen else [0] * len(ops)
             columns: dict[str, Any] = {
                 "round": number, "epoch": epoch + 1, "row": running.nonzero().flatten(),
@@ -182,9 +172,9 @@ class Training:
                        **{name: measured[name][epoch] for name in plain}}
             self.sink.write("step", columns | {name: tensor[running] for name, tensor in tensors.items()})
         if episodes.moves:
+            moves = map(list, zip(*episodes.moves, strict=True))
             names = ("epoch", "row", "slot", "source", "target")
-            moves = dict(zip(names, map(list, zip(*episodes.moves, strict=True)), strict=True))
-            self.sink.write("move", {"round": number, **moves})
+            self.sink.write("move", {"round": number, **dict(zip(names, moves, strict=True))})
 
     def _report(self, number: int, played: Round, metrics: PPOUpdateMetrics) -> None:
         now, total = time.perf_counter(), played.returns
@@ -196,9 +186,8 @@ class Training:
             "utility": float(total.mean()), "utility_error": float(total.std()) / math.sqrt(len(total)),
             **metrics.single()})
         self.sink.write("head", {"round": number, **metrics.by_head()})
-        for found in metrics.anomalies:
-            self.sink.write("anomaly", {"round": number, "kind": found.kind, "place": found.where,
-                                        "value": found.value})
+        for a in metrics.anomalies:
+            self.sink.write("anomaly", {"round": number, "kind": a.kind, "place": a.where, "value": a.value})
         self.clock = now
 
     def examine(self, name: str, policy: PolicyBundle, number: int) -> Tensor:
@@ -206,14 +195,16 @@ class Training:
         rows = self.config.exam_rows
         played = self.exam.play(policy, self.config.env.family.scenarios(rows, "validation"))
         last = played.inputs[-1]
-        self.sink.write("exam", {"round": number, "policy": name, "scenario": torch.arange(rows),
-                                 "utility": played.returns, "score": last.score,
-                                 "params": last.params.sum(1), "spent": last.spent})
+        self.sink.write("exam", {
+            "round": number, "policy": name, "scenario": torch.arange(rows), "utility": played.returns,
+            "score": last.score, "params": last.params.sum(1), "spent": last.spent})
         return played.returns
 
     @functools.cached_property
     def exam(self) -> RewardWorld:
         """Scored as the proof is; its twins are computed once."""
-        config, rows = self.config.env, self.config.exam_rows
-        twins = Twins(self.make(replace(config, previews=None), rows))
-        return RewardWorld(self.make(config, rows), twins, "utility", "score")
+        return self._world(self.config.exam_rows, "utility", "score")
+
+    def _world(self, rows: int, reward: str, score: str) -> RewardWorld:
+        twins = Twins(self.make(replace(self.config.env, previews=None), rows))
+        return RewardWorld(self.make(self.config.env, rows), twins, reward, score)

@@ -5,15 +5,18 @@ could be computed anywhere; what comes back is a `Round` and the rollout that it
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.simic.buffer import TamiyoRolloutBuffer
-from esper.simic.collecting import Collector, Outcome
+from esper.leyline import EsperError, Observation, View
+from esper.simic.buffer import Step, TamiyoRolloutBuffer
 from esper.simic.ppo import PPOAgent
 from esper.simic.rewards import Ledger, RewardInputs, Terms
-from esper.tamiyo.controller import PolicyInput
+from esper.tamiyo import PolicyBundle
+from esper.tamiyo.controller import PolicyInput, emptied
+from esper.tamiyo.network import Acted
 from esper.tolaria import Episodes, Measurement, MorphogeneticEnv, Scenarios, Scores, Twins, play
 
 PRIVILEGED = ("noise", "shift", "shuffle", "label_noise", "samples", "one_tap", "width", "frozen",
@@ -23,6 +26,53 @@ what was paid so far. None of it depends on what is decided next, so advantages 
 finding out what kind a row is of looks like the work of the action before."""
 
 
+class Outcome(NamedTuple):
+    """What came of a step, [N] each."""
+
+    reward: Tensor
+    done: Tensor
+    truncated: Tensor
+    final: Observation | None = None  # what a row that was cut would have seen next; needed where one was
+
+
+class Collector:
+    """A controller that acts, and remembers each step in a rollout: `act`, then `add` what came of it."""
+
+    def __init__(self, agent: PPOAgent, rows: int, buffer: TamiyoRolloutBuffer) -> None:
+        self.agent, self.buffer = agent, buffer
+        self.hidden = agent.network.get_initial_hidden(rows)
+        self._open: tuple[PolicyInput, Observation, Acted, Tensor] | None = None
+
+    def act(self, shown: PolicyInput) -> Tensor:
+        """Actions [N, heads] for what is shown; rows that are not over count in the running statistics."""
+        controller = self.agent.controller
+        valid = torch.ones_like(shown.reset) if shown.valid is None else shown.valid
+        controller.normaliser.update(shown.seen, valid)
+        seen, acted = controller.act(shown, self.hidden, self.agent.explore)
+        self._open = shown, seen, acted, valid
+        return acted.actions
+
+    def add(self, outcome: Outcome) -> None:
+        """Close the step."""
+        if self._open is None:
+            raise EsperError("there is no step to close; call act before add")
+        (shown, seen, acted, valid), self._open = self._open, None
+        if outcome.final is not None:
+            bootstrap = self.agent.controller.value(outcome.final, acted.hidden, shown.privileged)
+        elif bool(outcome.truncated.any()):
+            raise EsperError("a row was cut, and nothing says what it would have seen next; "
+                             "give Outcome its final")
+        else:
+            bootstrap = torch.zeros_like(outcome.reward)
+        self.buffer.add(Step(seen, shown.masks, acted, outcome.reward, outcome.done, outcome.truncated,
+                             bootstrap, shown.reset, self.hidden, valid, shown.privileged))
+        self.hidden = acted.hidden
+
+    def value(self, ahead: PolicyInput) -> Tensor:
+        """[N]: what follows the last step is worth, for rows that go on."""
+        return self.agent.controller.value(ahead.seen, emptied(self.hidden, ahead.reset), ahead.privileged)
+
+
 @dataclass(frozen=True)
 class Round:
     """What came of one round: episodes, and what each of their epochs was paid for, [T, N]."""
@@ -30,15 +80,8 @@ class Round:
     episodes: Episodes
     terms: Terms  # their sum is the reward
     reward: Tensor
+    returns: Tensor  # [N], summed epoch by epoch
     inputs: list[RewardInputs]  # [T]
-
-    @property
-    def returns(self) -> Tensor:
-        """[N], summed epoch by epoch."""
-        total = torch.zeros(self.reward.shape[1])
-        for paid in self.reward:
-            total = total + paid
-        return total
 
 
 class RewardWorld:
@@ -53,10 +96,10 @@ class RewardWorld:
         """Epochs of the longest episode: steps of a round."""
         return max(self.env.family.horizons)
 
-    def play(self, policy: "Collector | object", scenarios: Scenarios) -> Round:
+    def play(self, policy: PolicyBundle, scenarios: Scenarios) -> Round:
         """Episodes of a policy, paid for."""
         self._begin(scenarios)
-        return self._paid(play(self.env, policy, scenarios, watch=self._pay))  # type: ignore[arg-type]
+        return self._paid(play(self.env, policy, scenarios, watch=self._pay))
 
     def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer,
                 seed: tuple[int, ...], privileged: bool = True) -> Round:
@@ -64,8 +107,8 @@ class RewardWorld:
         self._begin(scenarios)
         collector = Collector(agent, self.env.rows, buffer)
 
-        def act(view: object) -> Tensor:
-            seen = PolicyInput.of(view, seed, agent.device)  # type: ignore[arg-type]
+        def act(view: View) -> Tensor:
+            seen = PolicyInput.of(view, seed, agent.device)
             told = self._privileged().to(agent.device) if privileged else None
             return collector.act(seen._replace(privileged=told)).cpu()
 
@@ -80,31 +123,32 @@ class RewardWorld:
         self.total = torch.zeros(self.env.rows)
         self.inputs: list[RewardInputs] = []
         self.terms: list[Terms] = []
+        self.rewards: list[Tensor] = []
 
     def _pay(self, measured: Measurement) -> Tensor:
         """[N]: the reward of this epoch."""
-        at = (measured.clock - 1).clamp(min=0, max=self.twin.shape[1] - 1)
-        twin = Scores(*self.twin[torch.arange(self.env.rows), at].unbind(1))
+        twin = Scores(*self._twin_at(measured.clock).unbind(1))
         self.inputs.append(RewardInputs.of(measured, self.env.scenarios, twin, self.score))
         self.terms.append(self.ledger.pay(self.inputs[-1]))
-        reward = torch.stack(list(self.terms[-1].values())).sum(0)
-        self.total = self.total + reward
-        return reward
+        self.rewards.append(torch.stack(list(self.terms[-1].values())).sum(0))
+        self.total = self.total + self.rewards[-1]
+        return self.rewards[-1]
 
     def _paid(self, episodes: Episodes) -> Round:
         terms = {name: torch.stack([paid[name] for paid in self.terms]) for name in self.terms[0]}
-        reward = torch.stack([torch.stack(list(paid.values())).sum(0) for paid in self.terms])
-        return Round(episodes, terms, reward, self.inputs)
+        return Round(episodes, terms, torch.stack(self.rewards), self.total, self.inputs)
+
+    def _twin_at(self, clock: Tensor) -> Tensor:
+        """[N, scores] of the twins after so many epochs [N]."""
+        return self.twin[torch.arange(self.env.rows), (clock - 1).clamp(0, self.twin.shape[1] - 1)]
 
     def _privileged(self) -> Tensor:
         """[N, len(PRIVILEGED)]."""
-        drawn, rows = self.env.scenarios, torch.arange(self.env.rows)
-        kind = {name: drawn.of_kind(name).float() for name in PRIVILEGED[:5]}
+        drawn = self.env.scenarios
+        noise, shift, shuffle, label_noise, samples = (drawn.of_kind(n).float() for n in PRIVILEGED[:5])
         harm = drawn.impairments(self.env.family.host.stages)
-        last, now = (self.twin[rows, (clock - 1).clamp(0, self.twin.shape[1] - 1)]
-                     for clock in (drawn.horizon, self.env.clock))
+        last, now = self._twin_at(drawn.horizon), self._twin_at(self.env.clock)
         twin = (torch.stack([last[:, 1], last[:, 2], now[:, 2]], 1) - 0.5) * 5
-        hidden = [kind["noise"], kind["shift"] / 10, kind["shuffle"], kind["label_noise"],
-                  kind["samples"].log1p() / 10,
+        hidden = [noise, shift / 10, shuffle, label_noise, samples.log1p() / 10,
                   harm.one_tap.float().mean(1), harm.width.mean(1), harm.frozen.float().mean(1)]
         return torch.cat([torch.stack(hidden, 1), twin, 10 * self.total[:, None]], 1)

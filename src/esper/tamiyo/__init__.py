@@ -6,8 +6,8 @@ from esper.tamiyo.heuristic import Heuristic, HeuristicConfig
 from esper.tamiyo.masks import ActionMasks, action_masks
 from esper.tamiyo.network import FactoredRecurrentActorCritic, NetworkConfig
 from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
-from esper.tamiyo.policies import POLICIES, Learned, PolicyBundle, Random, Scripted, Wait, entry
-from esper.tamiyo.triggered import TRIGGERS, Planned, TriggerConfig, Triggered
+from esper.tamiyo.policies import POLICIES, Learned, PolicyBundle, Random
+from esper.tamiyo.scripts import TRIGGERS, Planned, Scripted, TriggerConfig, Triggered, Wait, entry
 
 __all__ = [
     "OBSERVATION", "POLICIES", "TRIGGERS", "ActionDistribution", "ActionLogits", "ActionMasks", "Controller",

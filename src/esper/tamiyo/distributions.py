@@ -4,6 +4,7 @@ Legend: leading dimensions `...` (rows, or time x rows), C choices, O ops, S slo
 An action is drawn op -> slot -> alpha_speed -> the rest, each given what came before.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,17 +14,13 @@ from torch import Tensor
 from esper.leyline import ALPHA_SPEEDS, ActionSpec, EsperError, Head, InvalidStateMachineError
 from esper.tamiyo.masks import ActionMasks, Pair
 
-MASKED = -1e4
-"""Logit of what is impossible: far below any other, and finite in half precision too."""
+MASKED = -1e4  # logit of what is impossible: far below any other, and finite in half precision too
 AT_ONCE = ALPHA_SPEEDS.index(0)
 
 
 class MaskedCategorical:
-    """Softmax over the possible choices, mixed with the uniform distribution over them.
-
-    The mixture keeps every possible choice alive with probability `explore / choices` at least, and gradients
-    flow through the softmax part whatever its value; clamping probabilities would stop them.
-    """
+    """Softmax over the possible choices, mixed with the uniform distribution over them: each keeps the
+    probability `explore / choices` at least, and a gradient, which clamping would stop."""
 
     def __init__(self, logits: Tensor, mask: Tensor, explore: Tensor | float = 0.0,
                  validate: bool = True) -> None:
@@ -82,12 +79,11 @@ class ActionLogits(NamedTuple):
     @classmethod
     def flat(cls, spec: ActionSpec, masks: ActionMasks) -> "ActionLogits":
         """No preference at all."""
-        values = {pair: torch.zeros_like(mask, dtype=torch.float32) for pair, mask in masks.values.items()}
-        for pair, zeros in values.items():
-            if _by_speed(spec, pair):
-                values[pair] = zeros.unsqueeze(-2).repeat_interleave(len(ALPHA_SPEEDS), -2)
-        op, slot = (torch.zeros_like(mask, dtype=torch.float32) for mask in (masks.op, masks.slot))
-        return cls(op, slot, values)
+        zeros = functools.partial(torch.zeros_like, dtype=torch.float32)
+        values = {pair: zeros(mask) for pair, mask in masks.values.items()}
+        values |= {pair: mask.unsqueeze(-2).repeat_interleave(len(ALPHA_SPEEDS), -2)
+                   for pair, mask in values.items() if by_speed(spec, pair[1])}
+        return cls(zeros(masks.op), zeros(masks.slot), values)
 
 
 class Scored(NamedTuple):
@@ -110,7 +106,7 @@ class ActionDistribution:
         self.slot = MaskedCategorical(logits.slot, masks.slot, explore, False)
         for pair in spec.pairs:
             said, mask = logits.values[pair], masks.values[pair]
-            if _by_speed(spec, pair):  # at once has no shape: the curve is then its default
+            if by_speed(spec, pair[1]):  # at once has no shape: the curve is then its default
                 default = torch.arange(mask.shape[-1], device=mask.device) == spec.defaults[Head.ALPHA_CURVE]
                 at_once = torch.arange(said.shape[-2], device=mask.device) == AT_ONCE
                 mask = torch.where(at_once[:, None], default, mask.unsqueeze(-2)).expand_as(said)
@@ -136,7 +132,7 @@ class ActionDistribution:
 
     def _given(self, pair: Pair, chosen: Mapping[Head, Tensor]) -> MaskedCategorical:
         table = self.values[pair].at(chosen[Head.SLOT])
-        return table.at(chosen[Head.ALPHA_SPEED]) if _by_speed(self.spec, pair) else table
+        return table.at(chosen[Head.ALPHA_SPEED]) if by_speed(self.spec, pair[1]) else table
 
     def score(self, actions: Tensor) -> Scored:
         """Of actions [..., H]. What is irrelevant to the op, or had one choice, counts nothing."""
@@ -162,30 +158,23 @@ class ActionDistribution:
 
     def entropy(self) -> Tensor:
         """[...] of the joint action: H(op) + sum of p(op) (H(slot) + sum of p(slot) H(value)), in nats."""
-        nothing = torch.zeros_like(self.slot.log_probs)
-        values = sum((self._expected(pair) for pair in self.values), nothing)  # [..., O, S]
+        values = torch.zeros_like(self.slot.log_probs)  # [..., O, S]
+        for (op, head), table in self.values.items():
+            entropy = table.entropy()
+            if by_speed(self.spec, head):  # the speed is averaged out
+                entropy = (self.values[op, Head.ALPHA_SPEED].probs * entropy).sum(-1)
+            row = torch.arange(len(self.spec.ops), device=entropy.device) == self.spec.ops.index(op)
+            values = values + row[:, None] * entropy.unsqueeze(-2)
         below = self.slot.entropy() + (self.slot.probs * values).sum(-1)
         return self.op.entropy() + (self.op.probs * below).sum(-1)
 
-    def _expected(self, pair: Pair) -> Tensor:
-        """[..., O, S]: H(value | op, slot) in the row of its op, the speed averaged out."""
-        entropy = self.values[pair].entropy()
-        if _by_speed(self.spec, pair):
-            entropy = (self.values[pair[0], Head.ALPHA_SPEED].probs * entropy).sum(-1)
-        row = torch.arange(len(self.spec.ops), device=entropy.device) == self.spec.ops.index(pair[0])
-        return row[:, None] * entropy.unsqueeze(-2)
-
     def conditional_entropies(self) -> Tensor:
         """[..., H] in nats: each head's entropy, averaged over what would ask it; zero where nothing can.
-
-        The weights of the average sum to one however unlikely the askers are, and carry no gradient: a head
-        that is hardly ever asked keeps the gradient of its entropy; the joint entropy's shrinks with p(op).
-        """
+        Weights have no gradient and sum to one: a head that is hardly ever asked keeps its own."""
         return self._averaged(self._asked(), lambda table, share: share * table.entropy())
 
     def head_entropies(self) -> tuple[Tensor, Tensor]:
-        """([..., H] conditional entropy of each head as a share of its most, [..., H] how likely it is
-        asked), averaged over the ops and slots that would ask the head, taken or not. For diagnosis only."""
+        """([..., H] conditional entropies as shares of their most, [..., H] how likely a head is asked)."""
         asked = self._asked()
         each = self._averaged(asked, lambda t, share: share * t.entropy() / t.choices.clamp(min=2).log())
         return each, torch.stack([likely for _, likely in asked], -1)
@@ -202,7 +191,7 @@ class ActionDistribution:
         terms = {Head.OP: [(self.op, zero)], Head.SLOT: [(self.slot, _log(self.op))]}
         for (op, head), table in self.values.items():
             weight = asked[..., self.spec.ops.index(op), :]
-            if _by_speed(self.spec, (op, head)):
+            if by_speed(self.spec, head):
                 weight = weight[..., None] + _log(self.values[op, Head.ALPHA_SPEED])
             terms.setdefault(head, []).append((table, weight))
         return [_shared(terms[head], zero.dim()) if head in terms else ([], zero) for head in self.spec.heads]
@@ -212,9 +201,9 @@ Asked = tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]
 """([(categoricals, their shares of being asked)], [...] how likely the head is asked)."""
 
 
-def _by_speed(spec: ActionSpec, pair: Pair) -> bool:
+def by_speed(spec: ActionSpec, head: Head) -> bool:
     """Does this head's distribution depend on the speed that was drawn?"""
-    return pair[1] == Head.ALPHA_CURVE and Head.ALPHA_SPEED in spec.heads
+    return head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in spec.heads
 
 
 def _log(choice: MaskedCategorical) -> Tensor:

@@ -10,21 +10,19 @@ from torch import Tensor
 
 from esper.leyline import EsperError, Facts, Head, LifecycleOp, SeedStage, View
 from esper.tamiyo.masks import action_masks
-from esper.tamiyo.scripts import to_spec, waiting
+from esper.tamiyo.scripts import developing, to_spec, waiting
+
+_URGENCY = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.SET_ALPHA_TARGET, LifecycleOp.ADVANCE,
+            LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)  # from least to most urgent
 
 
 @dataclass(frozen=True)
 class HeuristicConfig:
-    patience: int = 1
-    """Epochs without progress before a seed germinates."""
-    progress: float = 0.2
-    """Share by which the validation loss must fall to count as progress."""
-    least_left: int = 6
-    """A seed born with fewer epochs left would not be kept in time."""
-    doubt: float = 1.0
-    """Standard errors by which a contribution must pass its price before the last moment to decide."""
-    hoped: float = 0.05
-    """Gain in score expected of a seed as large as its host, without a preview; smaller ones bring less."""
+    patience: int = 1  # epochs without progress before a seed germinates
+    progress: float = 0.2  # share by which the validation loss must fall to count as progress
+    least_left: int = 6  # epochs; a seed born with fewer left would not be kept in time
+    doubt: float = 1.0  # standard errors by which a contribution must pass its price, but at the last moment
+    hoped: float = 0.05  # gain in score of a seed as large as its host, without a preview; less if smaller
 
 
 class Heuristic:
@@ -48,9 +46,8 @@ class Heuristic:
         most, best = torch.where(action_masks(view).slot & wished, rank, 0.0).flatten(1).max(1)
         slot = torch.where(most > 0, best % spec.slots, spec.defaults[Head.SLOT])
         op = torch.where(most > 0, torch.tensor(spec.ops)[best // spec.slots], int(LifecycleOp.WAIT))
-        every, full = torch.arange(len(op)), waiting(view)
+        every, full, grows = torch.arange(len(op)), waiting(view), op == LifecycleOp.GERMINATE
         full[:, Head.OP], full[:, Head.SLOT] = op, slot
-        grows = op == LifecycleOp.GERMINATE
         blueprint = worth[every, slot].argmax(1)
         full[:, Head.BLUEPRINT] = torch.where(grows, blueprint, full[:, Head.BLUEPRINT])
         self.tried[every[grows], slot[grows], blueprint[grows]] += 1
@@ -79,8 +76,7 @@ class Heuristic:
         late = (left <= 2)[:, None] | (seeds.dwell >= config.patience + 1)
         holding = (seeds.stage == SeedStage.HOLDING) & seen.known
         hopeless = preview.known & (preview.value + config.doubt * preview.standard_error < 0)
-        developing = ((seeds.stage >= SeedStage.GERMINATED) & (seeds.stage <= SeedStage.HOLDING)).any(1)
-        grow = (self.stale >= config.patience) & (left >= config.least_left) & ~developing
+        grow = (self.stale >= config.patience) & (left >= config.least_left) & ~developing(view)
         pays = self._worth(view, facts).amax(2) > 0
         return {
             LifecycleOp.FOSSILIZE: holding & ((gain > doubt) | (late & (gain > 0))),
@@ -99,8 +95,3 @@ class Heuristic:
         real = torch.tensor([name != "noop" for name in view.spec.blueprints])
         worth = gain / (1 + self.tried) - view.price[:, None, None] * facts.prices[..., 0]
         return torch.where(real, worth, -torch.inf)
-
-
-_URGENCY = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.SET_ALPHA_TARGET, LifecycleOp.ADVANCE,
-            LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)
-"""From least to most urgent."""

@@ -41,22 +41,13 @@ class ActionMasks(NamedTuple):
             if mask.dtype != torch.bool or mask.device.type != device.type:
                 raise EsperError(f"mask {name!r} is {mask.dtype} on {mask.device.type}; "
                                  f"expected torch.bool on {device.type}")
-        # One transfer for all: is there a choice wherever one can be asked for?
-        able = self.op.any(-1).all() & (self.slot.any(-1) | ~self.op).all()
-        for (op, _), mask in self.values.items():
-            able = able & (mask.any(-1) | ~self.slot[..., spec.ops.index(op), :]).all()
-        if not bool(able):
-            self._refuse(spec)
-
-    def _refuse(self, spec: ActionSpec) -> None:
-        asked = {"op": self.op.new_ones(self.op.shape[:-1]), "slot": self.op}
+        asked = {"op": torch.ones_like(self.op[..., 0]), "slot": self.op}
         asked |= {_name(pair): self.slot[..., spec.ops.index(pair[0]), :] for pair in self.values}
-        for name, mask in self.named().items():
-            empty = asked[name] & ~mask.any(-1)
-            if bool(empty.any()):
-                place = empty.nonzero()[0].tolist()
-                raise InvalidStateMachineError(f"mask {name!r} allows nothing at {place}; every choice that "
-                                               "can be asked for needs a possible value")
+        empty = {name: asked[name] & ~mask.any(-1) for name, mask in named.items()}
+        if bool(torch.stack([places.any() for places in empty.values()]).any()):  # one transfer for all
+            name, places = next((name, places) for name, places in empty.items() if bool(places.any()))
+            raise InvalidStateMachineError(f"mask {name!r} allows nothing at {places.nonzero()[0].tolist()}; "
+                                           "every choice that can be asked for needs a possible value")
 
 
 def mask_sizes(spec: ActionSpec) -> dict[str, tuple[int, ...]]:

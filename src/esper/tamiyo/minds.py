@@ -1,8 +1,4 @@
-"""Minds that ship with Esper: trained controllers by name, with a member for every kind of host they know.
-
-A mind is one safetensors file: the weights of its members, and a header that says what each was trained with,
-and the digest and verdict of its proof if there is one.
-"""
+"""Minds: a file of trained controllers, one for every kind of host it knows; some ship with Esper."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

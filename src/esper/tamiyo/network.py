@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline import ALPHA_SPEEDS, RELEVANCE, ActionSpec, EsperError, Head, Observation, ObservationSpec
-from esper.tamiyo.distributions import ActionDistribution, ActionLogits, Scored
+from esper.tamiyo.distributions import ActionDistribution, ActionLogits, Scored, by_speed
 from esper.tamiyo.masks import ActionMasks
 from esper.tamiyo.observing import OBSERVATION
 
-WIDEST = 4096
-"""A config that asks for wider layers is a mistake, and is refused before memory is."""
+WIDEST = 4096  # a config that asks for wider layers is a mistake, and is refused before memory is
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,6 @@ def exact() -> Iterator[None]:
     finally:
         for place, precision in zip(places, before, strict=True):
             place.fp32_precision = precision
-
-
-class Encoded(NamedTuple):
-    """What is known of a sequence in front of the memory."""
-
-    features: Tensor  # [T, B, H]
-    slot: Tensor  # [T, B, S, slot]
-    candidate: Tensor  # [T, B, S, K, candidate]
 
 
 class Decided(NamedTuple):
@@ -136,17 +127,13 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.trunk_slot = nn.Linear(size.slot, size.trunk, bias=False)
         self.trunk_op = nn.Parameter(torch.zeros(len(self.acting), size.trunk))
         self.slot_pointer = nn.Linear(size.trunk, 1, bias=False)
-        self.heads = nn.ModuleDict({head.name.lower(): nn.Linear(size.trunk, self._width(head))
+        widths = {**spec.head_sizes, Head.BLUEPRINT: size.candidate}  # its pointer has a query
+        if Head.ALPHA_SPEED in spec.heads:
+            widths[Head.ALPHA_CURVE] *= len(ALPHA_SPEEDS)
+        self.heads = nn.ModuleDict({head.name.lower(): nn.Linear(size.trunk, widths[head])
                                     for head in sorted({head for _, head in spec.pairs})})
         self.register_buffer("value_scale", torch.tensor(0.01))  # near zero at birth, in any unit of reward
         self._initialise()
-
-    def _width(self, head: Head) -> int:
-        """Outputs of a head: its values; a query for the blueprint pointer; curves for every speed."""
-        if head == Head.BLUEPRINT:
-            return self.config.candidate
-        by_speed = head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads
-        return self.spec.head_sizes[head] * (len(ALPHA_SPEEDS) if by_speed else 1)
 
     def _initialise(self) -> None:
         for module in self.modules():
@@ -190,19 +177,18 @@ class FactoredRecurrentActorCritic(nn.Module):
         """Zeros [rows, 2, H] on the device and in the dtype of the weights."""
         return self.trunk_op.new_zeros(rows, 2, self.config.hidden)
 
-    def encode(self, seen: Observation) -> Encoded:
-        """Everything in front of the memory."""
+    def encode(self, seen: Observation) -> tuple[Tensor, Tensor, Tensor]:
+        """In front of the memory: features [T, B, H], slots [T, B, S, ...], candidates [T, B, S, K, ...]."""
         candidate = self.candidate_encoder(seen.candidate)
         pooled = torch.cat([seen.slot, candidate.mean(-2), candidate.max(-2).values], -1)
         slot = self.slot_encoder(pooled)
         features = self.feature_net(torch.cat([seen.row, slot.mean(-2), slot.max(-2).values], -1))
-        return Encoded(features, slot, candidate)
+        return features, slot, candidate
 
     def remember(self, features: Tensor, hidden: Tensor,
                  reset: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(outputs [T, B, H], hidden behind them) of the LSTM; `reset` bool [T, B] empties the memory in
-        front of a step: then every stretch between resets is a sequence of its own, all run in one call, and
-        what is behind is unknown."""
+        """(outputs [T, B, H], hidden behind them, unknown if there are resets) of the LSTM; `reset` [T, B]
+        empties the memory in front of a step: every stretch is a sequence of its own, all run in one call."""
         if not self.config.memory:
             reset = torch.ones(features.shape[:2], dtype=torch.bool, device=features.device)
         if reset is None:
@@ -214,8 +200,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         stretch = begins.t().flatten().cumsum(0).view(rows, steps).t() - 1  # [T, B] number of the stretch
         clock = torch.arange(steps, device=reset.device)[:, None].expand(steps, rows)
         place = clock - torch.where(begins, clock, 0).cummax(0).values  # [T, B] step within it
-        last, most = torch.stack([stretch[-1, -1], place.max()]).tolist()
-        count, longest = last + 1, most + 1
+        count, longest = (torch.stack([stretch[-1, -1], place.max()]) + 1).tolist()
         inputs = features.new_zeros(longest, count, features.shape[2]).index_put((place, stretch), features)
         first = torch.where(reset[0, :, None, None], 0.0, hidden)
         memory = hidden.new_zeros(count, *hidden.shape[1:]).index_put((stretch[0],), first)
@@ -237,7 +222,7 @@ class FactoredRecurrentActorCritic(nn.Module):
             out = self.heads[head.name.lower()](trunk[..., self.acting.index(op), :, :])  # [T, B, S, width]
             if head == Head.BLUEPRINT:
                 out = (candidate * out.unsqueeze(-2)).sum(-1)
-            elif head == Head.ALPHA_CURVE and Head.ALPHA_SPEED in self.spec.heads:
+            elif by_speed(self.spec, head):
                 out = out.unflatten(-1, (len(ALPHA_SPEEDS), -1))
             values[op, head] = out
         logits = ActionLogits(self.op_head(state), torch.stack(slots, -2), values)
@@ -251,9 +236,9 @@ class FactoredRecurrentActorCritic(nn.Module):
         """(logits and values of a sequence [T, B, ...], hidden behind it if there were no resets)."""
         self._check(seen, hidden, reset, privileged)
         hidden = self.get_initial_hidden(seen.row.shape[1]) if hidden is None else hidden
-        encoded = self.encode(seen)
-        memory, behind = self.remember(encoded.features, hidden, reset)
-        return self.decide(memory, encoded.slot, encoded.candidate, privileged), behind
+        features, slot, candidate = self.encode(seen)
+        memory, behind = self.remember(features, hidden, reset)
+        return self.decide(memory, slot, candidate, privileged), behind
 
     def _check(self, seen: Observation, hidden: Tensor | None, reset: Tensor | None,
                privileged: Tensor | None) -> None:
@@ -267,12 +252,10 @@ class FactoredRecurrentActorCritic(nn.Module):
             if tensor.dtype != weights.dtype or tensor.device != weights.device:
                 raise EsperError(f"observation {name!r} is {tensor.dtype} on {tensor.device}; "
                                  f"the controller's weights are {weights.dtype} on {weights.device}")
-        memory = (rows[1], 2, self.config.hidden)
-        if hidden is not None and (hidden.shape != memory or hidden.dtype != weights.dtype):
-            raise EsperError(f"hidden is {hidden.dtype} {list(hidden.shape)}; "
-                             f"expected {weights.dtype} {list(memory)}")
-        if reset is not None and (reset.shape != rows or reset.dtype != torch.bool):
-            raise EsperError(f"reset is {reset.dtype} {list(reset.shape)}; expected torch.bool {list(rows)}")
+        for name, told, size, dtype in (("hidden", hidden, (rows[1], 2, self.config.hidden), weights.dtype),
+                                        ("reset", reset, rows, torch.bool)):
+            if told is not None and (told.shape != size or told.dtype != dtype):
+                raise EsperError(f"{name} is {told.dtype} {list(told.shape)}; expected {dtype} {list(size)}")
         if privileged is not None and privileged.shape != (*rows, self.config.privileged):
             raise EsperError(f"privileged inputs have shape {list(privileged.shape)}; this critic expects "
                              f"{[*rows, self.config.privileged]}")
@@ -281,11 +264,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     @exact()
     def get_action(self, seen: Observation, masks: ActionMasks, hidden: Tensor, u: Tensor | None,
                    explore: Tensor | float = 0.0, privileged: Tensor | None = None) -> Acted:
-        """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None.
-
-        Nothing here carries a gradient: the log-probabilities are those of behaviour, the denominator of a
-        ratio. `evaluate_actions` scores with gradients.
-        """
+        """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None."""
         decided, behind = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden,
                                        privileged=None if privileged is None else privileged.unsqueeze(0))
         behind = self.get_initial_hidden(len(hidden)) if behind is None else behind  # a mind without memory

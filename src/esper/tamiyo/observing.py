@@ -14,10 +14,8 @@ from torch import Tensor
 from esper.leyline import TEMPOS, AlphaCurve, Contribution, EsperError, LifecycleOp, SeedStage, Style
 from esper.leyline.views import SCORES, Facts, Field, Observation, ObservationSpec, View
 
-DESCRIPTOR = 10
-"""Numbers that describe a blueprint at a slot's shape."""
-EPOCHS = 32
-"""Epochs that are told apart; later ones are as the last."""
+DESCRIPTOR = 10  # numbers that describe a blueprint at a slot's shape
+EPOCHS = 32  # that are told apart; later ones are as the last
 _SIZES = (Field("size", scaled=True), Field("flops", scaled=True))
 OBSERVATION = ObservationSpec(
     row=(
@@ -136,12 +134,9 @@ def _log(count: Tensor) -> Tensor:
 
 
 class Normaliser:
-    """Running mean and spread of the scaled fields, counted sample by sample; flags and shares pass through.
-
-    What was not measured counts nothing and stays zero. Fields that are kept by another have statistics for
-    each of its C values: what hosts score after one epoch is compared with what hosts score after one epoch.
-    A value that was never met is taken for the last one below it that was, in the one-hot too.
-    """
+    """Running mean and spread of the scaled fields; flags and shares pass through, what was not measured is
+    zero. Fields that are kept by another have statistics for each of its C values; a value that was never met
+    is taken for the last one below it that was, in the one-hot too."""
 
     def __init__(self, spec: ObservationSpec, device: torch.device | str = "cpu", limit: float = 5.0) -> None:
         """Scaled values are cut at +-limit."""
@@ -158,8 +153,9 @@ class Normaliser:
 
     def update(self, observation: Observation, rows: Tensor | None = None) -> None:
         """Count the rows [...] (bool, None is all) of a raw observation; the others may hold anything."""
-        kept = [values if rows is None else values[rows] for values in observation]
-        self._check_finite(kept)
+        kept = Observation(*(values if rows is None else values[rows] for values in observation))
+        if not bool(torch.stack([values.isfinite().all() for values in kept]).all()):
+            self._refuse(kept)  # one number that is none would stay in the statistics for ever
         for part, stat, values in zip(self.parts, self.stats, kept, strict=True):
             flat = values.reshape(-1, values.shape[-1]).double()
             known, one_hot = part.known(flat), part.one_hot(flat)
@@ -172,20 +168,16 @@ class Normaliser:
             stat[1] += shift * count / total
             stat[0] += count
 
-    def _check_finite(self, kept: list[Tensor]) -> None:
-        """Raise before anything is counted: one number that is none would stay in the statistics for ever."""
-        if bool(torch.stack([values.isfinite().all() for values in kept]).all()):
-            return
-        for name, values in zip(Observation._fields, kept, strict=True):
-            bad = (~values.isfinite()).reshape(-1, values.shape[-1]).any(0).tolist()
-            each = [field.name for field in getattr(self.spec, name) for _ in range(field.width)]
-            if any(bad):
-                raise EsperError(f"the {name} field {each[bad.index(True)]!r} of an observation is not "
-                                 "finite; nothing of it was counted")
+    def _refuse(self, kept: Observation) -> None:
+        for part, values in kept._asdict().items():
+            names = [field.name for field in getattr(self.spec, part) for _ in range(field.width)]
+            for name, column in zip(names, values.unbind(-1), strict=True):
+                if not bool(column.isfinite().all()):
+                    raise EsperError(f"the {part} field {name!r} of an observation is not finite; "
+                                     "nothing of it was counted")
 
     def __call__(self, observation: Observation) -> Observation:
-        parts = zip(self.parts, self.stats, observation, strict=True)
-        return Observation(*(self._scaled(*part) for part in parts))
+        return Observation(*map(self._scaled, self.parts, self.stats, observation))
 
     def _scaled(self, part: "_Columns", stat: Tensor, values: Tensor) -> Tensor:
         spread = (stat[2] / stat[0].clamp(min=1)).sqrt()

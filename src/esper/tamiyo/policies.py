@@ -1,7 +1,4 @@
-"""Every policy behind one door: a view of all rows in, one legal action per row out.
-
-Legend: N rows.
-"""
+"""Every policy behind one door: a view of all N rows in, one legal action per row out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +15,7 @@ from esper.tamiyo.distributions import ActionDistribution, ActionLogits
 from esper.tamiyo.heuristic import Heuristic
 from esper.tamiyo.masks import action_masks
 from esper.tamiyo.minds import member_for, read_mind, shipped
-from esper.tamiyo.scripts import Scripted, Wait, entry
-from esper.tamiyo.triggered import Planned, Triggered
-
-__all__ = ["POLICIES", "Heuristic", "Learned", "PolicyBundle", "Random", "Scripted", "Wait", "entry"]
+from esper.tamiyo.scripts import Planned, Scripted, Triggered, Wait
 
 
 class PolicyBundle(Protocol):

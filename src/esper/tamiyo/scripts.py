@@ -1,14 +1,19 @@
-"""Policies that follow a plan: waiting, and timed actions.
+"""Policies without a model: waiting, timed actions, plans, and rules of thumb as in the literature.
 
-Legend: N rows, K entries of a script.
+Legend: N rows, S slots, K entries of a script.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper.leyline import RELEVANCE, ActionSpec, EsperError, Head, LifecycleOp, View
+from esper.leyline import RELEVANCE, SCORES, ActionSpec, EsperError, Facts, Head, LifecycleOp, SeedStage, View
+from esper.tamiyo.masks import action_masks, in_time
+
+_LOSS, _TRAIN = SCORES.index("loss"), SCORES.index("train_loss")
 
 
 def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
@@ -19,8 +24,7 @@ def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
     defaults = torch.tensor([spec.defaults[head] for head in absent], dtype=torch.int64)
     lost = (full[:, absent] != defaults) & torch.tensor(RELEVANCE)[full[:, Head.OP]][:, absent]
     if bool(lost.any()):
-        head = absent[int(lost.any(0).nonzero()[0])]
-        chose = head.name.lower()
+        chose = absent[int(lost.any(0).nonzero()[0])].name.lower()
         raise EsperError(f"a policy chose a {chose}, which this action spec leaves at its default")
     full = full.clone()
     full[:, Head.OP] = number[full[:, Head.OP]]
@@ -32,6 +36,12 @@ def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
 def waiting(view: View) -> Tensor:
     """Full actions [N, heads] of rows that do nothing."""
     return torch.tensor([view.spec.defaults[head] for head in Head]).repeat(len(view.clock), 1)
+
+
+def developing(view: View) -> Tensor:
+    """[N] bool: some seed is neither kept nor gone."""
+    stage = view.seeds.stage
+    return ((stage >= SeedStage.GERMINATED) & (stage <= SeedStage.HOLDING)).any(1)
 
 
 class Wait:
@@ -66,3 +76,97 @@ class Scripted:
         acts = (view.clock >= when[:, 0]) & allowed & ~view.done
         self.at += acts
         return to_spec(view.spec, torch.where(acts[:, None], full, waiting(view)))
+
+
+class Trigger(NamedTuple):
+    fires: Callable[[View, Facts, Tensor], Tensor]  # (view, its facts, settings [N]) -> bool [N]
+    settings: tuple[float, ...]  # worth trying: epochs, shares, or nats
+    alone: bool  # does not fire while a seed develops: it would go on firing for the same reason
+
+
+TRIGGERS: dict[str, Trigger] = {
+    # Every so many epochs, from the first on.
+    "periodic": Trigger(lambda view, facts, every: view.clock % every.long().clamp(min=1) == 0,
+                        (2.0, 3.0, 4.0, 6.0), alone=False),
+    # The validation loss fell by less than this share in the last epoch; NaN before there are two to compare.
+    "converged": Trigger(lambda view, facts, share: facts.before[:, _LOSS] - facts.scores[:, _LOSS]
+                         < share * facts.before[:, _LOSS], (0.02, 0.05, 0.1, 0.2), alone=True),
+    # The validation loss is above the training loss by less than this: the network still underfits.
+    "gap": Trigger(lambda view, facts, gap: facts.scores[:, _LOSS] - facts.scores[:, _TRAIN] < gap,
+                   (-0.1, 0.0, 0.1, 0.3), alone=True),
+}
+
+
+@dataclass(frozen=True)
+class TriggerConfig:
+    trigger: str
+    setting: float  # what the trigger compares with
+    blueprint: str
+    most: int = 1  # seeds of an episode
+    backwards: bool = False  # fill slots from the last to the first
+
+    def __post_init__(self) -> None:
+        if self.trigger not in TRIGGERS:
+            raise EsperError(f"no trigger {self.trigger!r}; choose from {', '.join(TRIGGERS)}")
+        if self.most < 1 or (self.trigger == "periodic" and self.setting < 1):
+            raise EsperError("a trigger grows at least one seed, and a period is at least one epoch")
+
+
+class Triggered:
+    """Grows one blueprint, slot after slot; fossilizes as soon as it may, and prunes nothing."""
+
+    def __init__(self, *configs: TriggerConfig) -> None:
+        """One for every row, or a single one for all."""
+        self.configs = configs
+        self.setting, self.most, self.backwards = (torch.tensor([getattr(config, name) for config in configs])
+                                                   for name in ("setting", "most", "backwards"))
+        self.trigger = torch.tensor([list(TRIGGERS).index(c.trigger) for c in configs])
+
+    def __call__(self, view: View) -> Tensor:
+        spec, rows = view.spec, len(view.clock)
+        if len(self.configs) not in (1, rows):
+            raise EsperError(f"{len(self.configs)} triggers for {rows} rows; "
+                             "give one to each, or one for all")
+        if view.facts is None:
+            raise EsperError("triggers read measurements, and this view has none")
+        busy = developing(view)
+        fires = torch.stack([trigger.fires(view, view.facts, self.setting) & ~(busy & trigger.alone)
+                             for trigger in TRIGGERS.values()])  # [triggers, N]
+        grows = fires[self.trigger.expand(rows), torch.arange(rows)]
+        grows &= view.seeds.germinations.sum(1) < self.most
+        blueprint = torch.tensor([[spec.blueprints.index(c.blueprint)] for c in self.configs])
+        return _grow_and_keep(view, grows[:, None], blueprint.expand(rows, spec.slots), self.backwards)
+
+
+class Planned:
+    """Germinates each seed of a plan in its epoch, or as soon after as it may; keeps as soon as it may."""
+
+    def __init__(self, birth: Tensor, blueprint: Tensor) -> None:
+        """[N, S] each: the epoch (0 is the first; -1 is never) and the number of the blueprint."""
+        self.birth, self.blueprint = birth, blueprint
+
+    def __call__(self, view: View) -> Tensor:
+        due = (self.birth >= 0) & (view.clock[:, None] >= self.birth) & (view.seeds.germinations == 0)
+        # What is due now must not wait for what may be kept.
+        last = ~in_time(view, wait=int(due.sum(1).amax()))[:, view.spec.defaults[Head.TEMPO]]
+        return _grow_and_keep(view, due, self.blueprint, torch.tensor(False), last)
+
+
+def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor,
+                   hurry: Tensor | None = None) -> Tensor:
+    """Actions of rows that fossilize what they may, then advance, then germinate where `grows` ([N, S] or
+    [N, 1]), in the first such slot or the last if `backwards`; those in a `hurry` [N] germinate first."""
+    spec, every = view.spec, torch.arange(len(view.clock))
+    allowed = dict(zip(spec.ops, action_masks(view).slot.unbind(1), strict=True))  # [N, S] each
+    grow, never = allowed[LifecycleOp.GERMINATE] & grows, torch.zeros_like(view.seeds.fading)
+    wishes = ((LifecycleOp.GERMINATE, grow), (LifecycleOp.ADVANCE, allowed.get(LifecycleOp.ADVANCE, never)),
+              (LifecycleOp.FOSSILIZE, allowed.get(LifecycleOp.FOSSILIZE, never)),
+              (LifecycleOp.GERMINATE, never if hurry is None else grow & hurry[:, None]))
+    full = waiting(view)
+    for op, where in wishes:  # the last one counts
+        slot = torch.where(backwards, spec.slots - 1 - where.flip(1).int().argmax(1), where.int().argmax(1))
+        full[where.any(1), Head.OP] = int(op)
+        full[:, Head.SLOT] = torch.where(where.any(1), slot, full[:, Head.SLOT])
+    born = full[:, Head.OP] == LifecycleOp.GERMINATE
+    full[:, Head.BLUEPRINT] = torch.where(born, blueprint[every, full[:, Head.SLOT]], full[:, Head.BLUEPRINT])
+    return to_spec(spec, full)

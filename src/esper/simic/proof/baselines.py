@@ -1,8 +1,4 @@
-"""Baselines: other ways to decide that a controller must beat, tuned with as many episodes as it was trained
-with.
-
-Legend: n scenarios, S slots.
-"""
+"""Baselines: other ways to decide, tuned with as many episodes as the controller that must beat them."""
 
 import functools
 import hashlib
@@ -70,12 +66,9 @@ def family_digest(family: Family) -> str:
 def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: int = 0,
             known: int | None = None) -> tuple[int, int]:
     """(the best of so many candidates, episodes it took): all play a few scenarios, the better third more.
-
-    `play` takes jobs [J, 2] (candidate, number of the scenario, from `first` on) and returns utilities [J].
-    At least `episodes` are played. The `known` candidate is the best of earlier ones: it stays to the end,
-    and is replaced only by one that is better on the last scenarios, with which nobody was chosen, by two
-    standard errors.
-    """
+    `play` takes jobs [J, 2] (candidate, scenario from `first` on) and returns utilities [J]. The `known` best
+    of earlier ones stays to the end, and is replaced only by one that is better on the last scenarios, with
+    which nobody was chosen, by two standard errors."""
     sizes = [count]
     while sizes[-1] > SHARE:
         sizes.append(math.ceil(sizes[-1] / SHARE))
@@ -98,8 +91,8 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: 
 def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = silent,
          jobs: int = 1, known: Tuned | None = None, keep: Callable[[Tuned], object] = silent) -> Tuned:
     """Every control gets at least so many episodes; those `known` that had as many are kept, triggers that
-    had fewer are tuned with the rest, plans are searched again. With several jobs the three triggers and the
-    plans are tuned in processes of their own. `keep` is given what is known after every part."""
+    had fewer are tuned with the rest, plans are searched again. With several jobs each part has a process of
+    its own. `keep` is given what is known after every part."""
     digest = family_digest(evaluator.family)
     tuned = known if known and known.family_digest == digest else Tuned(evaluator.family.name, digest, {})
     seen, calls = watch if jobs == 1 else silent, dict[str, Callable[[], Any]]()
@@ -110,21 +103,17 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
         calls[name] = functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen, best)
     parts = in_processes(jobs, calls) if jobs > 1 else ((name, call()) for name, call in calls.items())
     for number, (name, done) in enumerate(parts, 1):
-        tuned = _with_part(tuned, name, done, preview_steps)
+        if name == PLANS:
+            plans = {part: getattr(done, part) for part in ("fixed", "visible", "oracle", "rule", "choices")}
+            tuned = replace(tuned, preview_steps=preview_steps, **plans)
+            used = dict.fromkeys((*LEVELS, "best rule"), done.episodes)
+        else:
+            tuned, used = replace(tuned, triggers=tuned.triggers | {name: done[0]}), {name: done[1]}
+        tuned = replace(tuned, episodes=tuned.episodes | used)
         keep(tuned)
         if jobs > 1:
             watch("controls", number, len(calls))
     return tuned
-
-
-def _with_part(tuned: Tuned, name: str, done: Any, preview_steps: int) -> Tuned:
-    if name != PLANS:
-        config, used = done
-        return replace(tuned, triggers=tuned.triggers | {name: config},
-                       episodes=tuned.episodes | {name: used})
-    episodes = tuned.episodes | dict.fromkeys((*LEVELS, "best rule"), done.episodes)
-    plans = {part: getattr(done, part) for part in ("fixed", "visible", "oracle", "rule", "choices")}
-    return replace(tuned, episodes=episodes, preview_steps=preview_steps, **plans)
 
 
 def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
@@ -158,15 +147,11 @@ def _tune_trigger(evaluator: Evaluator, name: str, episodes: int, rows: int, wat
 
 def schedule(tuned: Tuned, level: str, family: Family, scenarios: Scenarios) -> list[Plan]:
     """The plan that a level of knowledge has for each scenario."""
-    told = conditions(family, scenarios).tolist()
-    if level == "best fixed":
-        return [tuned.fixed] * len(told)
-    if level == "best per visible condition":
-        return [tuned.visible[condition] for condition in told]
-    if level == "oracle":
-        kinds = scenarios.kind.tolist()
-        return [tuned.oracle[condition][kind] for condition, kind in zip(told, kinds, strict=True)]
-    raise EsperError(f"no schedule is called {level!r}")
+    if level not in LEVELS:
+        raise EsperError(f"no schedule is called {level!r}")
+    known = {LEVELS[0]: lambda told, kind: tuned.fixed, LEVELS[1]: lambda told, kind: tuned.visible[told],
+             LEVELS[2]: lambda told, kind: tuned.oracle[told][kind]}[level]
+    return list(map(known, conditions(family, scenarios).tolist(), scenarios.kind.tolist()))
 
 
 def play_plans(evaluator: Evaluator, plans: list[Plan], scenarios: Scenarios) -> Episodes:
@@ -184,9 +169,8 @@ def play_rule(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) -> Episo
 
 
 def shuffled(learned: Episodes, family: Family, scenarios: Scenarios, settled: int, seed: int = 0) -> Planned:
-    """A controller's own seeds, as many in every scenario, with the times, slots and blueprints of others.
-    Only fossils count, and `settled` epochs are what one needs. Each column is permuted over all seeds by
-    itself; two seeds of a row never share a slot."""
+    """A controller's own seeds, as many in every scenario, with the times, slots and blueprints of others,
+    each permuted by itself. Only fossils count, which need `settled` epochs; no two share a slot."""
     kept, slots = births(learned), len(family.host.slots)
     mixed = kept.clone()
     for column in range(3):

@@ -1,13 +1,12 @@
 """The court: what the evidence supports, and what it does not. Arithmetic only: nothing trains here.
 
 Legend: n scenarios, on which all arms were played and scored alike. Utilities are scores less prices, so a
-difference of 0.01 is one point. A claim holds, fails, or is refused because evidence is missing; a do-nothing
-policy cannot win.
+difference of 0.01 is one point. A claim holds, fails, or is refused because evidence is missing.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,8 +21,7 @@ BEATEN = ("no growth", "random", "periodic", "converged", "gap", "heuristic", "b
           "best per visible condition", "shuffled")
 """Controls that a controller must beat, each with its whole interval above zero."""
 MATCHED = ("best rule",)  # controls that it must at least match
-BETWEEN = ("best per visible condition", "oracle")
-"""It must reach half of the way from the first to the second."""
+BETWEEN = ("best per visible condition", "oracle")  # it must be half of the way from the first to the second
 REPORTED = ("from scratch, equal epochs", "from scratch, equal FLOPs", "wider host", "oracle")
 """Reported whichever way they fall."""
 MEANS = ("utility", "score", "params", "flops")
@@ -89,14 +87,13 @@ def needed(spread: float, effect: float) -> int:
 
 def judge(controllers: Mapping[str, Arms], pilot: Mapping[str, Arms], effect: float = 0.02) -> list[Claim]:
     """`controllers`: for each, its own arm ("learned") and those of its controls. `pilot`: the same on other
-    scenarios and another split, from which the number of scenarios that is needed is estimated before the
-    verdict."""
+    scenarios and another split, from which the number of scenarios that is needed is estimated."""
+    asked = [(control, "beats") for control in BEATEN] + [(control, "matches") for control in MATCHED]
+    asked += [(" and ".join(BETWEEN), "half")] + [(control, "reported") for control in REPORTED]
     claims = []
     for name, arms in controllers.items():
         if "learned" not in arms:
             raise EsperError(f"controller {name!r} was never played")
-        asked = [(control, "beats") for control in BEATEN] + [(control, "matches") for control in MATCHED]
-        asked += [(" and ".join(BETWEEN), "half")] + [(control, "reported") for control in REPORTED]
         claims += [_judged(name, control, what, arms, pilot.get(name, {}), effect) for control, what in asked]
     return claims
 
@@ -118,29 +115,30 @@ def _paired(arms: Arms, control: str, asked: str) -> np.ndarray | str:
 
 def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect: float) -> Claim:
     differences = _paired(arms, control, asked)
-    nothing = (0, math.nan, math.nan, math.nan, math.nan, 0)
     if isinstance(differences, str):
-        return Claim(name, control, asked, *nothing, "refused", differences)
+        unknown = math.nan
+        return Claim(name, control, asked, 0, unknown, unknown, unknown, unknown, 0, "refused", differences)
     n = len(differences)
     spare = _paired(pilot, control, asked) if "learned" in pilot else "no pilot was played"
     required = 0 if isinstance(spare, str) else max(FEWEST, needed(float(spare.std(ddof=1)), effect))
     low, high = interval(differences)
     figures = (n, float(differences.mean()), low, high, improvement(differences, np.zeros(n)), required)
-    if asked == "reported":
-        return Claim(name, control, asked, *figures, "reported")
     passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -MARGIN, high <= -MARGIN),
-                    "half": (low >= 0, high < 0)}[asked]
-    if asked == "half" and interval(arms[BETWEEN[1]].utility - arms[BETWEEN[0]].utility)[0] <= 0:
+                    "half": (low >= 0, high < 0), "reported": (True, False)}[asked]
+    verdict, reason = "refused", ""
+    if asked == "reported":
+        verdict = "reported"
+    elif asked == "half" and interval(arms[BETWEEN[1]].utility - arms[BETWEEN[0]].utility)[0] <= 0:
         reason = f"{BETWEEN[1]} is not above {BETWEEN[0]}: there is no way to go"
     elif lost:  # no further scenario would help
-        return Claim(name, control, asked, *figures, "fails")
+        verdict = "fails"
     elif isinstance(spare, str):
         reason = f"pilot: {spare}"
     elif n < required:
         reason = f"{n} scenarios are too few; the pilot asks for {required}"
     else:
-        return Claim(name, control, asked, *figures, "holds" if passed else "fails")
-    return Claim(name, control, asked, *figures, "refused", reason)
+        verdict = "holds" if passed else "fails"
+    return Claim(name, control, asked, *figures, verdict, reason)
 
 
 def finding(claims: Sequence[Claim]) -> tuple[str, str]:
@@ -149,14 +147,12 @@ def finding(claims: Sequence[Claim]) -> tuple[str, str]:
     controllers = {claim.controller for claim in judged}
     for verdict in ("fails", "refused"):
         if odd := [claim for claim in judged if claim.verdict == verdict]:
-            what = f"{odd[0].controller} {_VERBS[odd[0].asked]} {odd[0].control}"
+            verb = "is half of the way between" if odd[0].asked == "half" else odd[0].asked
+            what = f"{odd[0].controller} {verb} {odd[0].control}"
             return verdict, f"{len(odd)} of {len(judged)} claims, the first: {what}"
     if len(controllers) < CONTROLLERS:
         return "refused", f"{len(controllers)} trained controllers; a finding needs {CONTROLLERS}"
     return "holds", f"{len(judged)} claims about {len(controllers)} controllers"
-
-
-_VERBS = {"beats": "beats", "matches": "matches", "half": "is half of the way between", "reported": "beside"}
 
 
 def pooled(controllers: Mapping[str, Arms]) -> dict[str, Arm]:
@@ -164,7 +160,6 @@ def pooled(controllers: Mapping[str, Arms]) -> dict[str, Arm]:
     groups, arms = list(controllers.values()), {}
     for name in (name for name in groups[0] if all(name in group for group in groups)):
         each = [group[name] for group in groups]
-        means = {what: np.asarray(np.mean([getattr(arm, what) for arm in each], axis=0)) for what in MEANS}
-        fewest = min(arm.episodes for arm in each)
-        arms[name] = Arm(each[0].scenario, **means, episodes=fewest, tuned=each[0].tuned)
+        means = {what: np.mean([getattr(arm, what) for arm in each], axis=0) for what in MEANS}
+        arms[name] = replace(each[0], **means, episodes=min(arm.episodes for arm in each))
     return arms

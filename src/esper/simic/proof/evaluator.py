@@ -1,9 +1,6 @@
-"""The evaluator: every way of deciding goes through the same executor, on the same scenarios, and is scored
-alike.
+"""The evaluator: every way of deciding is played on n scenarios (with S slots) alike, and scored alike."""
 
-Legend: n scenarios, S slots.
-"""
-
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +25,7 @@ class Evaluator:
         """The previews of `config` are for policies that ask for them; `make` makes environments."""
         self.config = EnvConfig(config) if isinstance(config, Family) else config
         self.held, self.make = held, make
-        self._known: dict[tuple[object, ...], MorphogeneticEnv] = {}
+        self._known: dict[tuple[int, bool], MorphogeneticEnv] = {}
 
     @property
     def family(self) -> Family:
@@ -40,15 +37,12 @@ class Evaluator:
         env = self.environment(1)
         return env.settling + env.shortest_ramp
 
-    def environment(self, rows: int, previews: bool = False, host: Host | None = None) -> MorphogeneticEnv:
+    def environment(self, rows: int, previews: bool = False) -> MorphogeneticEnv:
         """Made once for every kind of arm."""
-        name = (rows, previews, host)
-        if name not in self._known:
+        if (rows, previews) not in self._known:
             config = self.config if previews else replace(self.config, previews=None)
-            if host is not None:
-                config = replace(config, family=replace(self.family, host=host))
-            self._known[name] = self.make(config, rows)
-        return self._known[name]
+            self._known[rows, previews] = self.make(config, rows)
+        return self._known[rows, previews]
 
     def play(self, policy: PolicyBundle, scenarios: Scenarios, previews: bool = False) -> Episodes:
         """`previews`: it looks at candidates."""
@@ -88,12 +82,11 @@ class Evaluator:
                        **joined(parts, "flops", "spent", "blueprint"))
 
     def _wide(self, host: Host, scenarios: Scenarios) -> Episodes:
-        done = self._finish(self.environment(len(scenarios), host=host), Wait(), scenarios)
-        del self._known[len(scenarios), False, host]  # of a size that will not come again
+        config = replace(self.config, previews=None, family=replace(self.family, host=host))
+        done = self._finish(self.make(config, len(scenarios)), Wait(), scenarios)
         return replace(done, spent=(1 + done.spent) * host.cost.flops / self.family.host.cost.flops - 1)
 
     def _finish(self, env: MorphogeneticEnv, policy: PolicyBundle, scenarios: Scenarios,
                 fossils: Tensor | None = None) -> Episodes:
-        held = self.held
-        samples = env.validation if held is None else lambda: env.held_out(*held)
+        samples = env.validation if self.held is None else functools.partial(env.held_out, *self.held)
         return play(env, policy, scenarios, samples=samples, fossils=fossils)

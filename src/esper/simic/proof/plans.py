@@ -1,7 +1,6 @@
 """Plans: what to grow where and when, whatever happens; and the best of them at every level of knowledge.
 
-Legend: P plans, K scenarios, S slots. A scenario's training does not depend on its price, so one run is
-scored at every price.
+Legend: P plans, K scenarios, S slots. Training does not depend on prices: one run is scored at all of them.
 """
 
 import itertools
@@ -111,24 +110,19 @@ def singles(spec: ActionSpec) -> list[Plan]:
 
 
 def combined(means: np.ndarray, spec: ActionSpec) -> list[Plan]:
-    """From what singles are worth in every group [G, P]: the best seed of each slot with and without each
-    other, and once with the second best in its place; begun at once, and begun when a rule has seen
-    enough."""
+    """From what singles are worth in every group [G, P]: the best seeds of slots with and without each other,
+    and once with the second best in its place; begun at once, and begun when a rule has seen enough."""
     seeds = [name for name in spec.blueprints if name != "noop"]
     found: dict[Plan, None] = dict.fromkeys(singles(spec)[:1])
     for group in (means[:, 1:] - means[:, :1]).reshape(len(means), spec.slots, len(seeds)):
         order = np.argsort(-group, 1)
         best, second = ([seeds[at] for at in order[:, rank]] for rank in (0, min(1, len(seeds) - 1)))
         needy = np.argsort(-group.max(1))
-        if spec.slots <= 4:
-            shapes = list(itertools.product((False, True), repeat=spec.slots))
-        else:
-            shapes = [tuple(slot in needy[:count] for slot in range(spec.slots))
-                      for count in range(1, spec.slots + 1)]
-        made = [tuple(name if used else None for name, used in zip(best, shape, strict=True))
-                for shape in shapes]
-        made += [tuple(second[at] if at == slot else name for at, name in enumerate(best))
-                 for slot in range(spec.slots)]
+        every = range(spec.slots)
+        shapes = (list(itertools.product((False, True), repeat=spec.slots)) if spec.slots <= 4 else
+                  [tuple(slot in needy[: count + 1] for slot in every) for count in every])
+        made = [tuple(best[slot] if shape[slot] else None for slot in every) for shape in shapes]
+        made += [tuple(second[at] if at == slot else name for at, name in enumerate(best)) for slot in every]
         found |= {Plan(plan, start): None for plan in made if any(plan) for start in (0, DECIDE_AT)}
     return list(found)
 
@@ -150,7 +144,7 @@ def search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int, w
     everything = Scenarios.joined([drawn, more])
     early = observe_early(evaluator, everything, preview_steps)
     gains, told, kind = _priced(family, everything, runs)
-    count = len(prices_of(family))
+    count = len(gains) // len(everything)
     init_numbers = torch.cat([init, numbers]).repeat(count).numpy()
     features = early.features.repeat(count, 1).double().numpy()
     late = [at for at, plan in enumerate(plans) if at == 0 or plan.start == DECIDE_AT]
@@ -168,8 +162,6 @@ def search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int, w
 def _best(means: np.ndarray, plans: Sequence[Plan]) -> list[int]:
     """No growth, and the best few of every group [G, P]: among all plans, and among those that begin late."""
     late = np.array([plan.start == DECIDE_AT for plan in plans])
-    chosen = {0}
-    for allowed in (np.ones_like(late), late):
-        ranked = np.argsort(-np.where(allowed, means, -np.inf), 1)[:, :KEEP]
-        chosen |= set(ranked.flatten().tolist())
-    return sorted(chosen)
+    ranked = [np.argsort(-np.where(allowed, means, -np.inf), 1)[:, :KEEP]
+              for allowed in (np.ones_like(late), late)]
+    return np.unique([0, *np.ravel(ranked)]).tolist()

@@ -1,13 +1,9 @@
-"""The proof: trained controllers against every control, on scenarios and samples that nothing was chosen
-with.
-
-Legend: n scenarios. This is the only place that opens a test split.
-"""
+"""The proof: trained controllers against every control on n scenarios. Only here a test split is opened."""
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -40,12 +36,9 @@ class Contestant:
 @dataclass(frozen=True)
 class ProofConfig:
     scenarios: int = 256
-    pilot: int = 64
-    """Validation scenarios from which the number that is needed is estimated."""
-    effect: float = 0.02
-    """Difference, in score, that the proof must be able to find."""
-    rehearsal: bool = False
-    """Validation scenarios and samples instead of the test split, which stays closed. It proves nothing."""
+    pilot: int = 64  # validation scenarios from which the number that is needed is estimated
+    effect: float = 0.02  # difference, in score, that the proof must be able to find
+    rehearsal: bool = False  # on validation scenarios and samples: the test split stays closed
 
     def __post_init__(self) -> None:
         if self.scenarios < 1 or self.pilot < 2 or self.effect <= 0:
@@ -63,10 +56,9 @@ class Proof:
 def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, config: ProofConfig | None = None,
           sink: Sink | None = None, watch: Callable[[str], object] = silent, jobs: int = 1,
           make: MakeEnv = MorphogeneticEnv) -> Proof:
-    """Every arm is played in `env`, with the previews that the controllers were trained with; everything that
-    was measured goes to the sink. With several jobs, controllers and the arms that they share are played in
-    processes of their own; contestants must then be such that they can be sent there. `make` makes
-    environments."""
+    """Every arm is played in `env`, with the previews that the controllers were trained with, and recorded in
+    the sink. With several jobs, controllers and the arms that they share are played in processes of their
+    own; contestants must then be such that they can be sent there. `make` makes environments."""
     config, sink, family = config or ProofConfig(), sink or Nowhere(), env.family
     if tuned.family_digest != baselines.family_digest(family):
         raise EsperError(f"these controls were tuned for {tuned.family!r} as it was then, "
@@ -92,19 +84,18 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
     verdict = court.finding(claims)
     claims += judge({POOLED: pooled(results.arms)}, {POOLED: pooled(before)}, config.effect)
     results.conclude(claims, sink)
-    return Proof(claims, *verdict, "none: it is closed" if config.rehearsal else _openings(family.task))
-
-
-def _openings(task: str) -> str:
-    known = openings(task)
-    before = "; ".join(f"{each['date']}, {each['reason']}" for each in known[:-1])
-    return f"{len(known)}, this one included; before it: {before}" if before else "this one alone"
+    if config.rehearsal:
+        return Proof(claims, *verdict, "none: it is closed")
+    known = openings(family.task)
+    earlier = "; ".join(f"{each['date']}, {each['reason']}" for each in known[:-1])
+    told = f"{len(known)}, this one included; before it: {earlier}" if earlier else "this one alone"
+    return Proof(claims, *verdict, told)
 
 
 Played = dict[str, tuple[Episodes, int | None]]
 """arm -> (what it delivered, episodes that it was tuned or trained with)."""
-Playing = tuple[str, Callable[[], Episodes], int | None]
-"""An arm, what plays it, and those episodes."""
+Playing = dict[str, Callable[[], Episodes]]
+"""arm -> what plays it."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +103,7 @@ class EvaluationSet:
     """One set of scenarios on which every arm is played."""
 
     env: EnvConfig
-    held: tuple[Tensor, Tensor] | None
-    """Samples that arms are scored with; None is the validation slice."""
+    held: tuple[Tensor, Tensor] | None  # samples that arms are scored with; None is the validation slice
     tuned: Tuned
     scenarios: Scenarios
     make: MakeEnv
@@ -133,16 +123,17 @@ class EvaluationSet:
 
     def play(self, mind: Contestant | None, watch: Callable[[str], object]) -> Played:
         """A controller's own arms, or those that all of them share."""
-        evaluator = Evaluator(self.env, self.held, self.make)
-        played = {}
-        for name, arm, episodes in self._shared(evaluator) if mind is None else self._own(evaluator, mind):
+        evaluator, played = Evaluator(self.env, self.held, self.make), {}
+        episodes = self.tuned.episodes if mind is None else {"learned": mind.episodes}
+        arms = self._shared(evaluator) if mind is None else self._own(evaluator, mind)
+        for name, arm in arms.items():
             watch(name if mind is None else f"{name} ({mind.name})")
-            played[name] = arm(), episodes
+            played[name] = arm(), episodes.get(name)
         return played
 
-    def _shared(self, evaluator: Evaluator) -> Iterator[Playing]:
+    def _shared(self, evaluator: Evaluator) -> Playing:
         tuned, drawn = self.tuned, self.scenarios
-        plays: dict[str, Callable[[], Episodes]] = {
+        plays: Playing = {
             "no growth": lambda: evaluator.play(Wait(), drawn),
             "random": lambda: evaluator.play(Random(), drawn),
             "heuristic": lambda: evaluator.play(Heuristic(), drawn, previews=True),
@@ -152,17 +143,18 @@ class EvaluationSet:
         for name in LEVELS:
             plans = baselines.schedule(tuned, name, evaluator.family, drawn)
             plays[name] = functools.partial(play_plans, evaluator, plans, drawn)
-        return ((name, play, tuned.episodes.get(name)) for name, play in plays.items())
+        return plays
 
-    def _own(self, evaluator: Evaluator, mind: Contestant) -> Iterator[Playing]:
+    def _own(self, evaluator: Evaluator, mind: Contestant) -> Playing:
         drawn, policy = self.scenarios, mind.make(evaluator.config.spec)
         learned = functools.cache(lambda: evaluator.play(policy, drawn, previews=True))
-        yield "learned", learned, mind.episodes
-        yield "shuffled", lambda: evaluator.play(baselines.shuffled(
-            learned(), evaluator.family, drawn, evaluator.min_epochs_to_keep), drawn), None
-        yield "from scratch, equal epochs", lambda: evaluator.from_scratch(learned().blueprint, drawn), None
-        yield "from scratch, equal FLOPs", lambda: evaluator.equal_flops(learned(), drawn), None
-        yield "wider host", lambda: evaluator.wider(learned().params, drawn), None
+        return {
+            "learned": learned,
+            "shuffled": lambda: evaluator.play(baselines.shuffled(
+                learned(), evaluator.family, drawn, evaluator.min_epochs_to_keep), drawn),
+            "from scratch, equal epochs": lambda: evaluator.from_scratch(learned().blueprint, drawn),
+            "from scratch, equal FLOPs": lambda: evaluator.equal_flops(learned(), drawn),
+            "wider host": lambda: evaluator.wider(learned().params, drawn)}
 
 
 def _figures(done: Episodes) -> dict[str, Tensor]:
@@ -188,13 +180,11 @@ class ProofResults:
     def record(self, sink: Sink) -> None:
         """Every arm, scenario by scenario."""
         drawn = self.scenarios
-        kinds = [drawn.kinds[kind].name for kind in drawn.kind.tolist()]
+        about = {"scenario": torch.arange(len(drawn)), "price": drawn.price, "flop_price": drawn.flop_price,
+                 "kind": [drawn.kinds[kind].name for kind in drawn.kind.tolist()], "horizon": drawn.horizon}
         every = ((who, *each) for who, part in self.played.items() for each in part.items())
         for who, name, (done, _) in every:
-            sink.write("arm", {
-                "controller": who, "arm": name, "scenario": torch.arange(len(drawn)), "kind": kinds,
-                "price": drawn.price, "flop_price": drawn.flop_price, "horizon": drawn.horizon,
-                **_figures(done)})
+            sink.write("arm", {"controller": who, "arm": name, **about, **_figures(done)})
             if decisions := done.decisions():
                 columns = zip(Decision._fields, zip(*decisions, strict=True), strict=True)
                 sink.write("decision", {"controller": who, "arm": name, **dict(columns)})
@@ -211,7 +201,6 @@ class ProofResults:
                 "middle": [court.interquartile_mean(values) for values in above.values()],
                 **{name: [float(getattr(arm, name).mean()) for arm in each.values()] for name in MEANS},
                 "episodes": [arm.episodes for arm in each.values()]})
-        rows = [asdict(claim) for claim in claims]
-        if rows:
-            sink.write("claim", {name: [row[name] for row in rows] for name in rows[0]})
+        if claims:
+            sink.write("claim", {f.name: [getattr(claim, f.name) for claim in claims] for f in fields(Claim)})
         sink.commit()

@@ -1,8 +1,6 @@
-"""The sweep: before a controller learns to decide, is there anything to decide? Scripted choices on many
-scenarios.
+"""The sweep: before a controller learns to decide, is there anything to decide? Scripted choices, played.
 
-Legend: K scenarios, C choices, P prices. A scenario's training does not depend on its price, so every price
-is scored on the same runs.
+Legend: K scenarios, C choices, P prices. Training does not depend on prices: all are scored on the same runs.
 """
 
 from collections.abc import Callable
@@ -10,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +21,7 @@ from esper.tolaria import EnvConfig, Family, MorphogeneticEnv, Scenarios, batche
 from esper.tolaria.previews import preview_candidates
 
 Script = list[tuple[int, ...]]
-DECIDE_AT = 2
-"""Epochs that are watched before the first decision; previews are taken then."""
+DECIDE_AT = 2  # epochs that are watched before the first decision; previews are taken then
 
 
 def full_spec(family: Family) -> ActionSpec:
@@ -61,19 +57,21 @@ def choices(family: Family) -> dict[str, Script]:
 def head_choices(family: Family, slot: int, blueprint: str) -> dict[str, dict[str, Script]]:
     """For each head of a seed's life: one script per setting, all else equal; the default comes first."""
     spec = full_spec(family)
-    table: dict[str, dict[str, Script]] = {}
-    for head, values in {"style": (0, 1, 2), "tempo": (3, 5, 8), "alpha_target": (1.0, 0.7, 0.5)}.items():
-        table[head] = {f"{head} {value}": seed_script(spec, DECIDE_AT, slot, blueprint, **{head: value})
-                       for value in values}
-    ramps: dict[str, tuple[int, ...]] = {"alpha_speed": (0, 3, 5, 8), "alpha_curve": tuple(range(5))}
-    for head, numbers in ramps.items():
-        table[head] = {}
-        for value in numbers:
-            grow, advance, keep = seed_script(spec, DECIDE_AT, slot, blueprint, alpha_target=0.5)
-            settings = {"alpha_target": 1.0, "alpha_speed": 3} | {head: value}
-            raised = entry(spec, DECIDE_AT + 4, LifecycleOp.SET_ALPHA_TARGET, slot=slot, **settings)
-            table[head][f"{head} {value}"] = [grow, advance, raised, (keep[0] + 3, *keep[1:])]
-    return table
+
+    def grown(**heads: object) -> Script:
+        return seed_script(spec, DECIDE_AT, slot, blueprint, **heads)
+
+    def ramped(**heads: object) -> Script:
+        grow, advance, keep = grown(alpha_target=0.5)
+        settings = {"alpha_target": 1.0, "alpha_speed": 3} | heads
+        raised = entry(spec, DECIDE_AT + 4, LifecycleOp.SET_ALPHA_TARGET, slot=slot, **settings)
+        return [grow, advance, raised, (keep[0] + 3, *keep[1:])]
+
+    table = {"style": (grown, (0, 1, 2)), "tempo": (grown, (3, 5, 8)),
+             "alpha_target": (grown, (1.0, 0.7, 0.5)),
+             "alpha_speed": (ramped, (0, 3, 5, 8)), "alpha_curve": (ramped, (0, 1, 2, 3, 4))}
+    return {head: {f"{head} {value}": script(**{head: value}) for value in values}
+            for head, (script, values) in table.items()}
 
 
 @dataclass
@@ -99,7 +97,7 @@ class Sweep:
         return Outcomes(self.names, worth[..., 0], worth[..., 1],
                         conditions_at_prices(self.family, self.scenarios).numpy(),
                         self.scenarios.kind.repeat(count).numpy(), self.init.repeat(count).numpy(),
-                        self.features.repeat(count, 1).numpy().astype(np.float64), self.feature_names)
+                        self.features.repeat(count, 1).double().numpy(), self.feature_names)
 
 
 def prices_of(family: Family) -> list[tuple[float, float]]:
@@ -188,9 +186,7 @@ def observe_early(evaluator: Evaluator, scenarios: Scenarios, preview_steps: int
     columns["slope"] = columns[f"loss {DECIDE_AT}"] - columns["loss 1"]
     if preview_steps:
         previews = preview_candidates(env, preview_steps)
-        for slot in range(env.spec.slots):
-            for number, name in enumerate(env.spec.blueprints):
-                if name != "noop":
-                    known, value = previews.known[:, slot, number], previews.value[:, slot, number]
-                    columns[f"preview {name} @{slot}"] = torch.where(known, value, torch.nan)
+        value = torch.where(previews.known, previews.value, torch.nan)  # [K, S, blueprints]
+        columns |= {f"preview {name} @{slot}": value[:, slot, number] for slot in range(env.spec.slots)
+                    for number, name in enumerate(env.spec.blueprints) if name != "noop"}
     return Early(torch.stack(list(columns.values()), 1), list(columns), env.spent.float())

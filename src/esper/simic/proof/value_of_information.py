@@ -1,10 +1,8 @@
-"""What each level of knowledge is worth, from the measured outcomes of scripted choices. Arithmetic only:
-nothing trains here.
+"""What each level of knowledge is worth, by the measured outcomes of scripted choices: arithmetic only.
 
 Legend: K scenarios, C choices, F features, V visible conditions; in the search for a rule n training
 scenarios, S candidates for its first split, J for its second. Decisions are chosen on other inits than they
-are scored on, so that luck earns nothing. Standard errors are clustered by init and take the decisions as
-given: another draw of training inits might decide otherwise.
+are scored on; standard errors are clustered by init and take the decisions as given.
 """
 
 import math
@@ -42,8 +40,8 @@ class Outcomes:
 
     def __post_init__(self) -> None:
         scenarios, choices = len(self.init), len(self.names)
-        each, all_choices = (scenarios,), (scenarios, choices)
-        wanted = {"chosen_on": all_choices, "scored_on": all_choices, "visible": each, "hidden": each,
+        wanted = {**dict.fromkeys(("chosen_on", "scored_on"), (scenarios, choices)),
+                  **dict.fromkeys(("visible", "hidden"), (scenarios,)),
                   "features": (scenarios, len(self.feature_names))}
         for name, shape in wanted.items():
             if (found := getattr(self, name).shape) != shape:
@@ -112,10 +110,7 @@ def _leaf(splits: tuple[Split | None, ...], features: np.ndarray) -> np.ndarray:
 
 def knowledge(outcomes: Outcomes, folds: int = 2, repeats: int = 10, seed: int = 0) -> list[Level]:
     """One level per entry of LEVELS; a condition or type that training never met gets the coarser choice.
-
-    "Best per scenario" alone sees the run it is scored on (its other slice), so it keeps that run's luck: it
-    is out of a policy's reach where runs differ, and may fall below the level before where slices are noisy.
-    """
+    "Best per scenario" sees the run it is scored on (its other slice), so it keeps that run's luck."""
     visible, hidden, scored, init = outcomes.visible, outcomes.hidden, outcomes.scored_on, outcomes.init
     fold_rng, rule_rng = np.random.default_rng(seed).spawn(2)
     taken = {name: np.zeros((repeats, len(init)), int) for name in (FIXED, VISIBLE, RULE, HIDDEN)}
@@ -185,8 +180,8 @@ class HeadEffect:
 
 def head_effects(values: np.ndarray, init: np.ndarray, group: np.ndarray | None = None, folds: int = 2,
                  repeats: int = 10, seed: int = 0) -> HeadEffect:
-    """What one action head is worth: values [K, settings], all else equal, the default in column 0. The best
-    setting is chosen in each `group` (a condition or hidden type per scenario): a head may matter only so."""
+    """What one action head is worth: values [K, settings], all else equal, the default in column 0; the best
+    is chosen in each `group` [K] of scenarios (a condition or hidden type)."""
     group = np.zeros(len(init), int) if group is None else group
     choice = np.zeros((repeats, len(init)), int)
     for repeat, train, held in _folds(init, folds, repeats, np.random.default_rng(seed)):
@@ -248,9 +243,8 @@ def _modes(choice: np.ndarray, *ids: np.ndarray) -> dict[tuple[int, ...], int]:
 
 
 def _estimate(scores: np.ndarray, init: np.ndarray) -> Estimate:
-    """Mean of scores [repeats, K]; its error is that of one repeat (with inits of equal size: of per-init
-    means). That of the mean over repeats would be a fifth too small where choices are nearly tied: they share
-    inits."""
+    """Mean of scores [repeats, K]; its error is that of one repeat: repeats share inits, so that of their
+    mean would be a fifth too small where choices are nearly tied."""
     distinct, index = np.unique(init, return_inverse=True)
     off = np.array([np.bincount(index, row - row.mean()) for row in scores])  # [repeats, inits]
     variance = (off**2).sum(1).mean() * len(distinct) / (len(distinct) - 1) / len(init) ** 2
@@ -280,8 +274,8 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, conditions: int) -> list[Rule]:
-    """The best rules of depth 0, 1 and 2. A first split that is useless alone may be the right one (exclusive
-    or), so the most even split of every feature is tried, too, beside those of the 16 most promising ones."""
+    """The best rules of depth 0, 1 and 2. A first split that is useless alone may be right (exclusive or), so
+    the most even split of every feature is tried, too, beside those of the 16 most promising ones."""
     min_leaf = max(10, 4 * conditions)
     columns, cuts, low = _candidates(features, min_leaf)
     pairs = zip(columns.tolist(), cuts.tolist(), strict=True)
@@ -295,13 +289,13 @@ def _grow(features: np.ndarray, utility: np.ndarray, visible: np.ndarray, condit
     values = _split_values(second[:, first], second, utility, visible, min_leaf)
     place = values.max(2).sum(0).argmax()
     at_low, at_high = values[:, place].argmax(1)
-    shapes = [(None, None, None), (splits[alone.argmax()], None, None),
-              (splits[first[place]], splits[at_low], splits[at_high])]
     by_visible = _best(utility, visible, np.full(conditions, utility.sum(0).argmax()))
-    tables = [_best(utility, _leaf(shape, features) * conditions + visible, np.tile(by_visible, 4))
-              for shape in shapes]
-    return [Rule(shape, tuple(map(tuple, table.reshape(4, conditions).tolist())))
-            for shape, table in zip(shapes, tables, strict=True)]
+    rules = []
+    for shape in ((None, None, None), (splits[alone.argmax()], None, None),
+                  (splits[first[place]], splits[at_low], splits[at_high])):
+        table = _best(utility, _leaf(shape, features) * conditions + visible, np.tile(by_visible, 4))
+        rules.append(Rule(shape, tuple(map(tuple, table.reshape(4, conditions).tolist()))))
+    return rules
 
 
 def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -312,8 +306,8 @@ def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.nda
     after = np.minimum(places + 1, np.maximum(present.sum(0) - 1, 0))  # midway, or neighbours change sides
     between = (np.take_along_axis(ordered, places, 0) + np.take_along_axis(ordered, after, 0)) / 2
     quantiles = np.vstack([between, np.full(features.shape[1], np.inf)])
-    pairs = [(column, cut) for column, cuts in enumerate(quantiles.T) for cut in np.unique(cuts)]
-    columns, cuts = np.array([column for column, _ in pairs], int), np.array([cut for _, cut in pairs])
+    each = [np.unique(cuts) for cuts in quantiles.T]
+    columns, cuts = np.repeat(np.arange(len(each)), [len(cuts) for cuts in each]), np.concatenate(each)
     low = _low(features[:, columns], cuts)
     usable = np.minimum(low.sum(0), (~low).sum(0)) >= min_leaf
     return columns[usable], cuts[usable], low[:, usable]
@@ -321,9 +315,8 @@ def _candidates(features: np.ndarray, min_leaf: int) -> tuple[np.ndarray, np.nda
 
 def _split_values(first: np.ndarray, second: np.ndarray, utility: np.ndarray, visible: np.ndarray,
                   min_leaf: int) -> np.ndarray:
-    """[2, S, J] utility of the low and high side of each first split [n, S], divided by each second split [n,
-    J]. 1 is low. The last column of both is all low, which is no split, and makes its sums those of whole
-    sides."""
+    """[2, S, J] utility of the low and high side of each first split [n, S], divided by each second [n, J]. 1
+    is low; the last column of both is all low, which is no split: its sums are those of whole sides."""
     value = np.zeros((4, first.shape[1], second.shape[1]), np.float32)
     for condition in np.unique(visible):
         rows = visible == condition
