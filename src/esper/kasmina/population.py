@@ -127,7 +127,7 @@ class Population:
         if self._stepper is None and self._trained is None:
             self._check_first(x, y)
         if self._stepper is None and (engine := self._ready(len(x))) is not None:
-            return self._step_with(engine, x, y, None, True)[: self.rows]
+            return self._step_with(engine, x, y, None, hosts=True)[: self.rows]
         if self._stepper is None:
             pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
             ghosts = None if shadows else torch.where(life.incubating, life.target, 0.0)
@@ -144,7 +144,7 @@ class Population:
         """
         self._check_samples(x, self.rows if prefix is None else len(prefix.rows))
         if self._stepper is None and (engine := self._ready(len(x))) is not None:
-            self._step_with(engine, x, y, prefix, False)
+            self._step_with(engine, x, y, prefix, hosts=False)
             return
         if self._stepper is None:
             shadow = self._shadow_pass(self._packed(), prefix)
@@ -155,6 +155,8 @@ class Population:
 
     def _ready(self, batch: int) -> Engine | None:
         """The engine, if this population's device, layers and seeds of now are such that it can run them."""
+        if self._trained is not None and self._engine is not None and self._engine.batch == batch:
+            return self._engine  # nothing was planted since the last step
         if self._engine is None or self._engine.batch != batch:
             self._engine = engine_for(self, batch)
         return self._engine if self._fits() else None

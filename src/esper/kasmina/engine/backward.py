@@ -45,6 +45,13 @@ def pass_on(d, at, value, x, source, mask, ACT: tl.constexpr, ADD: tl.constexpr)
 
 
 @triton.jit
+def turned_weights(w, i, k, inputs: tl.constexpr, outputs: tl.constexpr, taps: tl.constexpr, MATRIX: tl.constexpr):
+    """[i, k]: how inputs i reach outputs and taps k."""
+    at = (k // taps * (inputs * taps) + k % taps)[None, :] + (i * taps)[:, None]
+    return tl.load(w + at, (i < inputs)[:, None] & (k < outputs * taps)[None, :], 0.0).to(MATRIX)
+
+
+@triton.jit
 def store_by_channel(to, values, step, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ROUND: tl.constexpr,
                      ROWS: tl.constexpr):
     """Add up a sample's numbers [ROUND] channel by channel, and write the sums, `step` apart."""
@@ -133,15 +140,15 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                 tl.store(b + j, to_bias, j < outputs)
         if sends:
             i = tl.arange(0, IN)
+            matrix = turned_weights(weights + weight, i, tl.arange(0, BACK), inputs, outputs, taps, MATRIX)
             for start in range(0, end, COLUMNS):
                 n = start + tl.arange(0, COLUMNS)
                 total = tl.zeros([IN, COLUMNS], tl.float32)
                 for first in tl.static_range(0, outputs * taps, BACK):
                     k = first + tl.arange(0, BACK)
+                    if outputs * taps > BACK:
+                        matrix = turned_weights(weights + weight, i, k, inputs, outputs, taps, MATRIX)
                     grad = alpha * tap_columns(g, g_sample, k, n, end, -1, taps, wide, height, across, columns, outputs, output_step, out_column_step, 0)
-                    at = (k // taps * depth + k % taps)[None, :] + (i * taps)[:, None]
-                    mask = (i < inputs)[:, None] & (k < outputs * taps)[None, :]
-                    matrix = tl.load(weights + weight + at, mask, 0.0).to(MATRIX)
                     total = tl.dot(matrix, grad.to(MATRIX), total, input_precision=PRECISION)
                 spot = (n % columns * column_step)[None, :] + (i * input_step)[:, None]
                 sample, mask = (n // columns)[None, :], (i < inputs)[:, None] & (n < end)[None, :]

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank
 from esper.leyline import SlotShape, Style
 
+LAUNCH = {"num_warps": 4, "num_stages": 1}
 PROGRAMS = 4096
 """Programs of a launch that keep a device busy; few rows are split by samples to come near it."""
 
@@ -104,6 +106,7 @@ class Engine:
         self.sizes = [torch.tensor(each, dtype=torch.int32).to(self.device) for each in sizes]
         self.kinds_of_seeds, self.capacity, self.captures = programs.kinds, 0, 0
         self.wired: Rows | None = None
+        self._compiling = False
 
     def set_rates(self, lr: Tensor, decay: Tensor) -> None:
         """Learning rates and decays, [N, 1 + S] each: the host's, then each slot's."""
@@ -186,8 +189,8 @@ class Engine:
             rows = self.sources[place.slot] if seed else self.itself
             for level in range(place.levels):
                 to = out if level == place.levels - 1 else self.values[number][level]
-                forward[(self.capacity, self.chunks)](
-                    *inputs, to, *_strides(to), host, rows, *_strides(host), out, place.bank.weights,
+                self._launch(
+                    forward, (self.capacity, self.chunks), *inputs, to, *_strides(to), host, rows, *_strides(host), out, place.bank.weights,
                     place.bank.weights.shape[1], place.table, level, place.levels, self.kinds[number], self.env,
                     self.alpha[:, max(place.slot, 0)], self.slots, place.size, self.batch, self.per,
                     BLEND=seed, FIRST=level == 0, **self._arithmetic(), **place.ops[level])
@@ -217,8 +220,8 @@ class Engine:
                     inputs = (read, rows, *_strides(read))
                 else:
                     d, inputs = self.between[1], (self.x, self.column, self.numbers, self.rows * self.numbers)
-                backward[(self.capacity, self.chunks)](
-                    *inputs, host, rows, *_strides(host), above, g, *_strides(g), d, *_strides(d),
+                self._launch(
+                    backward, (self.capacity, self.chunks), *inputs, host, rows, *_strides(host), above, g, *_strides(g), d, *_strides(d),
                     place.bank.weights, self.grads[1 + place.slot], self.rows, place.bank.weights.shape[1],
                     place.table, level, place.levels, self.kinds[number], self.flags[number], self.env,
                     self.alpha[:, max(place.slot, 0)], self.slots, self.batch, self.per, BLEND=seed,
@@ -230,13 +233,30 @@ class Engine:
         config, momentum = self.optim, self.optim.kind == "sgd"
         beta1, beta2 = (config.momentum, 0.5) if momentum else config.betas
         for place, (bank, grads, sizes) in enumerate(zip(self.banks, self.grads, self.sizes, strict=True)):
-            update[(self.rows,)](
-                bank.weights, bank.first, bank.second, bank.steps, grads, self.trainable, sizes,
+            self._launch(
+                update, (self.rows,), bank.weights, bank.first, bank.second, bank.steps, grads, self.trainable, sizes,
                 self._trains[1, place], self._trains[0, place], self.finite[:, place], self.lr[:, place],
                 self.decay[:, place], 1 + self.slots, self.rows, bank.weights.shape[1], self.chunks,
                 CLIP=config.seed_clip if place else config.host_clip, BETA1=beta1, BETA2=beta2,
                 LOG1=math.log(beta1 or 1.0), LOG2=math.log(beta2), EPS=config.eps, SGD=momentum,
                 FROZEN=not place, BLOCK=512)
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if self._compiling:
+            kernel.warmup(*args, grid=grid, **constants, **LAUNCH)
+        else:
+            kernel[grid](*args, **constants, **LAUNCH)
+
+    def _compile(self) -> None:
+        """All kernels at once, on many threads: a minute otherwise, the first time on a machine."""
+        import triton
+
+        self._compiling = True
+        with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
+            self._forward()
+            self._backward(self.out[-1])
+            self._update()
+        self._compiling = False
 
     def _arithmetic(self) -> dict[str, Any]:
         """In which numbers matrices are multiplied. Three products of TF32 are as exact as one of float32."""
@@ -274,6 +294,8 @@ class Engine:
         if self.device.type != "cuda":
             return work().clone()
         if name not in self._graphs:
+            if not self._graphs:
+                self._compile()
             self._results: dict[str, Tensor] = getattr(self, "_results", {})
             stream = torch.cuda.Stream(self.device)
             stream.wait_stream(torch.cuda.current_stream())

@@ -66,6 +66,12 @@ def tap_columns(x, stride, k, n, end, SIGN: tl.constexpr, taps: tl.constexpr,
 
 
 @triton.jit
+def map_weights(w, j, k, outputs: tl.constexpr, depth: tl.constexpr, MATRIX: tl.constexpr):
+    mask = (j < outputs)[:, None] & (k < depth)[None, :]
+    return tl.load(w + j[:, None] * depth + k[None, :], mask, 0.0).to(MATRIX)
+
+
+@triton.jit
 def put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST: tl.constexpr):
     """Write an op's output: to the next op, or, behind the last one of a seed, blended into its host."""
     if LAST:
@@ -133,13 +139,14 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
     elif code == MAP:
         depth: tl.constexpr = inputs * taps
         j, end = tl.arange(0, OUT), count * columns
+        matrix = map_weights(w, j, tl.arange(0, DEPTH), outputs, depth, MATRIX)
         for start in range(0, end, COLUMNS):
             n = start + tl.arange(0, COLUMNS)
             total = tl.zeros([OUT, COLUMNS], tl.float32)
             for first in tl.static_range(0, depth, DEPTH):
                 k = first + tl.arange(0, DEPTH)
-                mask = (j < outputs)[:, None] & (k < depth)[None, :]
-                matrix = tl.load(w + j[:, None] * depth + k[None, :], mask, 0.0).to(MATRIX)
+                if depth > DEPTH:
+                    matrix = map_weights(w, j, k, outputs, depth, MATRIX)
                 gathered = tap_columns(x, x_sample, k, n, end, 1, taps, wide, height, across, columns, inputs, input_step, column_step, ACT)
                 total = tl.dot(matrix, gathered.to(MATRIX), total, input_precision=PRECISION)
             if bias >= 0:
