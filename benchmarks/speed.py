@@ -60,24 +60,32 @@ def cnn(rows: int, rounds: int, device: str) -> dict[str, Any]:
     """Samples per second of cnn hosts with three seeds of any kind and style, redrawn every 30 steps."""
     import torch
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    from population import random_topology
-
     from esper.kasmina import Host, Population
+    from esper.leyline import LifecycleOp, Style
 
     before = "compile" if os.environ.get("ESPER_BEFORE") else ""
     population = Population(Host("cnn"), rows, device=device, compute_dtype="bfloat16", compile=bool(before))
     generator, rates = torch.Generator().manual_seed(0), []
     x = torch.randn(128, rows, 3, 32, 32, device=device, dtype=torch.bfloat16)
     y = torch.randint(10, (128, rows), device=device)
-    for number in range(3 + rounds):
-        random_topology(population, generator)
+
+    def redraw() -> None:
+        """Reset every row and fill every slot: blueprints (but noop) and styles drawn uniformly, alpha 1."""
+        every, shape = torch.arange(rows), (rows, 3)
+        blueprint = 1 + torch.randint(len(population.spec.blueprints) - 1, shape, generator=generator)
+        style = torch.randint(len(Style), shape, generator=generator)
+        population.reset(every, torch.randint(2**62, (rows,), generator=generator))
+        population.install(every, blueprint, style, torch.ones(shape))
+        population.begin_epoch(torch.tensor([population.spec.action(LifecycleOp.WAIT)]).repeat(rows, 1))
+
+    for _ in range(3 + rounds):
+        redraw()
         begin = clock(device)
         for _ in range(30):
             population.train_step(x, y)
         rates.append(30 * 128 * rows / (clock(device) - begin))
         population.end_epoch()
-    random_topology(population, generator)
+    redraw()
     population.train_step(x, y)
     population.train_step(x, y)
     profile = profiled(lambda: population.train_step(x, y), device)

@@ -23,6 +23,17 @@ from esper.leyline.stages import TRANSITIONS, GateConfig, SeedStage
 _LEGAL = torch.tensor([[target in TRANSITIONS[source] for target in SeedStage] for source in SeedStage])
 
 
+class _Among(dict[frozenset[SeedStage], Tensor]):
+    """Sets of stages as tables that a stage looks itself up in."""
+
+    def __missing__(self, stages: frozenset[SeedStage]) -> Tensor:
+        self[stages] = torch.tensor([stage in stages for stage in SeedStage])
+        return self[stages]
+
+
+_AMONG = _Among()
+
+
 def expand_actions(spec: ActionSpec, actions: Tensor) -> Tensor:
     """[N, len(spec.heads)] of a controller to the full [N, heads], absent heads at their defaults."""
     if not isinstance(actions, Tensor) or actions.is_floating_point():
@@ -103,7 +114,7 @@ class Lifecycle:
 
     def at(self, *stages: SeedStage) -> Tensor:
         """bool [N, S]: slots in any of these stages."""
-        return torch.isin(self.stage, torch.tensor(stages))
+        return _AMONG[frozenset(stages)][self.stage]
 
     @property
     def incubating(self) -> Tensor:

@@ -19,7 +19,9 @@ from esper.kasmina.engine.forward import (
     POOL,
     WIDE,
     flat_tile,
+    map_weights,
     normalised,
+    packed_columns,
     read,
     tap_columns,
     window_max,
@@ -42,13 +44,6 @@ def pass_on(d, at, value, x, source, mask, ACT: tl.constexpr, ADD: tl.constexpr)
     if ADD:
         value += tl.load(d + at, mask, 0.0).to(tl.float32)
     tl.store(d + at, value, mask)
-
-
-@triton.jit
-def turned_weights(w, i, k, inputs: tl.constexpr, outputs: tl.constexpr, taps: tl.constexpr, MATRIX: tl.constexpr):
-    """[i, k]: how inputs i reach outputs and taps k."""
-    at = (k // taps * (inputs * taps) + k % taps)[None, :] + (i * taps)[:, None]
-    return tl.load(w + at, (i < inputs)[:, None] & (k < outputs * taps)[None, :], 0.0).to(MATRIX)
 
 
 @triton.jit
@@ -87,11 +82,11 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
     SAMPLES: tl.constexpr = OPS[AT + 20]
     OUT: tl.constexpr = OPS[AT + 21]
     SPAN: tl.constexpr = OPS[AT + 22]
-    DEPTH: tl.constexpr = OPS[AT + 23]
+    PACKED: tl.constexpr = OPS[AT + 23]
     COLUMNS: tl.constexpr = OPS[AT + 24]
     ROWS: tl.constexpr = OPS[AT + 25]
     IN: tl.constexpr = OPS[AT + 26]
-    BACK: tl.constexpr = OPS[AT + 27]
+    SPANS: tl.constexpr = OPS[AT + 27]
     ADD: tl.constexpr = BLEND and FIRST
     if BLEND and last:
         g, g_sample = y_grad, h_sample
@@ -120,39 +115,61 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
             store_by_channel(w, to_scale, 1, positions, channels, NUMBERS, ROWS)
             store_by_channel(b, to_shift, 1, positions, channels, NUMBERS, ROWS)
     elif code == MAP:
-        depth: tl.constexpr = inputs * taps
-        end, j = count * columns, tl.arange(0, OUT)
+        end = count * columns
         if trains:
-            to_bias = tl.zeros([OUT], tl.float32)
-            for first in tl.static_range(0, depth, DEPTH):
-                k = first + tl.arange(0, DEPTH)
-                total = tl.zeros([OUT, DEPTH], tl.float32)
-                for start in range(0, end, COLUMNS):
-                    n = start + tl.arange(0, COLUMNS)
-                    at = (n // columns * g_sample + n % columns * out_column_step)[None, :] + (j * output_step)[:, None]
-                    grad = alpha * read(g, at, (j < outputs)[:, None] & (n < end)[None, :], 0)
-                    gathered = tap_columns(x, x_sample, k, n, end, 1, taps, wide, height, across, columns, inputs, input_step, column_step, ACT)
-                    total = tl.dot(grad.to(MATRIX), tl.trans(gathered).to(MATRIX), total, input_precision=PRECISION)
-                    if first == 0:
-                        to_bias += tl.sum(grad, 1)
-                tl.store(w + j[:, None] * depth + k[None, :], total, (j < outputs)[:, None] & (k < depth)[None, :])
-            if bias >= 0:
-                tl.store(b + j, to_bias, j < outputs)
+            for block in tl.static_range(0, outputs, OUT):
+                j = block + tl.arange(0, OUT)
+                if PACKED > 0:
+                    k = tl.arange(0, PACKED)
+                    total = tl.zeros([OUT, PACKED], tl.float32)
+                    for start in range(0, end, COLUMNS):
+                        n = start + tl.arange(0, COLUMNS)
+                        grad = alpha * tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns,
+                                                   output_step, out_column_step, 0)
+                        value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
+                                               input_step, ACT)
+                        total = tl.dot(grad.to(MATRIX), tl.trans(value.to(MATRIX)), total,
+                                       input_precision=PRECISION)
+                    mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
+                    tl.store(w + (j * (inputs * taps))[:, None] + k[None, :], total, mask)
+                else:
+                    for tap in range(0, taps):
+                        for first in tl.static_range(0, inputs, IN):
+                            i = first + tl.arange(0, IN)
+                            total = tl.zeros([OUT, IN], tl.float32)
+                            for start in range(0, end, COLUMNS):
+                                n = start + tl.arange(0, COLUMNS)
+                                grad = alpha * tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns,
+                                                           output_step, out_column_step, 0)
+                                value = tap_columns(x, x_sample, i, n, end, tap, inputs, taps, wide, height, across,
+                                                    columns, input_step, column_step, ACT)
+                                total = tl.dot(grad.to(MATRIX), tl.trans(value.to(MATRIX)), total,
+                                               input_precision=PRECISION)
+                            mask = (j < outputs)[:, None] & (i < inputs)[None, :]
+                            at = (j * (inputs * taps))[:, None] + (i * taps + tap)[None, :]
+                            tl.store(w + at, total, mask)
+                if bias >= 0:
+                    shift = tl.zeros([OUT], tl.float32)
+                    for start in range(0, end, COLUMNS):
+                        n = start + tl.arange(0, COLUMNS)
+                        shift += tl.sum(tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns,
+                                                    output_step, out_column_step, 0), 1)
+                    tl.store(b + j, alpha * shift, j < outputs)
         if sends:
-            i = tl.arange(0, IN)
-            matrix = turned_weights(weights + weight, i, tl.arange(0, BACK), inputs, outputs, taps, MATRIX)
             for start in range(0, end, COLUMNS):
                 n = start + tl.arange(0, COLUMNS)
-                total = tl.zeros([IN, COLUMNS], tl.float32)
-                for first in tl.static_range(0, outputs * taps, BACK):
-                    k = first + tl.arange(0, BACK)
-                    if outputs * taps > BACK:
-                        matrix = turned_weights(weights + weight, i, k, inputs, outputs, taps, MATRIX)
-                    grad = alpha * tap_columns(g, g_sample, k, n, end, -1, taps, wide, height, across, columns, outputs, output_step, out_column_step, 0)
-                    total = tl.dot(matrix, grad.to(MATRIX), total, input_precision=PRECISION)
-                spot = (n % columns * column_step)[None, :] + (i * input_step)[:, None]
-                sample, mask = (n // columns)[None, :], (i < inputs)[:, None] & (n < end)[None, :]
-                pass_on(d, sample * d_sample + spot, total, x, sample * x_sample + spot, mask, ACT, ADD)
+                for first in tl.static_range(0, inputs, IN):
+                    i, total = first + tl.arange(0, IN), tl.zeros([IN, COLUMNS], tl.float32)
+                    for tap in range(0, taps):
+                        for block in tl.static_range(0, outputs, OUT):
+                            j = block + tl.arange(0, OUT)
+                            grad = alpha * tap_columns(g, g_sample, j, n, end, taps - 1 - tap, outputs, taps, wide,
+                                                       height, across, columns, output_step, out_column_step, 0)
+                            matrix = map_weights(weights + weight, j, i, tap, outputs, inputs, taps, MATRIX)
+                            total = tl.dot(tl.trans(matrix), grad.to(MATRIX), total, input_precision=PRECISION)
+                    spot = (n % columns * column_step)[None, :] + (i * input_step)[:, None]
+                    sample, mask = (n // columns)[None, :], (i < inputs)[:, None] & (n < end)[None, :]
+                    pass_on(d, sample * d_sample + spot, total, x, sample * x_sample + spot, mask, ACT, ADD)
     elif code == DEPTHWISE:
         if trains:
             for tap in tl.static_range(-1 if bias >= 0 else 0, taps):  # -1 is the bias
@@ -205,8 +222,8 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
             tl.store(b, to_bias)
     elif code == MODULATE:
         p = tl.arange(0, SPAN)
-        for start in range(0, count * channels, 64):
-            at = start + tl.arange(0, 64)
+        for start in range(0, count * channels, SPANS):
+            at = start + tl.arange(0, SPANS)
             sample, channel, mask = at // channels, at % channels, at < count * channels
             inside = mask[:, None] & (p < positions)[None, :]
             place = (channel * positions)[:, None] + p[None, :]
@@ -219,37 +236,48 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                 tl.store(y_grad + spot, kept + grad * factor[:, None], inside)
             total = tl.sum(grad * host, 1)
             pass_on(d, sample * d_sample + channel, total, x, sample * x_sample + channel, mask, ACT, False)
+    elif code == POOL:
+        two: tl.constexpr = height > 1
+        after: tl.constexpr = (across + 1) // 2
+        tall: tl.constexpr = (height + 1) // 2 if two else 1
+        windows: tl.constexpr = channels * tall * after
+        if sends:
+            for start in range(0, count * windows, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                sample, window, mask = at // windows, at % windows, at < count * windows
+                up, left = window % (tall * after) // after, window % after
+                whole = mask & (left < across // 2)
+                if two:
+                    whole = whole & (up < height // 2)
+                corner = window // (tall * after) * positions + up * (2 if two else 1) * across + left * 2
+                target = window // (tall * after) * (size // channels) + up * (across // 2) + left
+                best = window_max(x, sample * x_sample + corner, whole, across, two, ACT)
+                grad = alpha * read(g, sample * g_sample + target, whole, 0)
+                for turn in tl.static_range(0, 4 if two else 2):  # of equal ones the first wins
+                    spot = corner + turn // 2 * across + turn % 2
+                    inside = mask & (left * 2 + turn % 2 < across)
+                    if two:
+                        inside = inside & (up * 2 + turn // 2 < height)
+                    value = read(x, sample * x_sample + spot, inside, ACT)
+                    wins = whole & ((value == best) | (value != value))
+                    pass_on(d, sample * d_sample + spot, tl.where(wins, grad, 0.0), x, sample * x_sample + spot,
+                            inside, ACT, ADD)
+                    grad = tl.where(wins, 0.0, grad)
     elif sends:
-        numbers: tl.constexpr = size if code != MEAN and code != POOL else channels * positions
+        numbers: tl.constexpr = channels * positions if code == MEAN else size
         for start in range(0, count * numbers, BLOCK):
             at = start + tl.arange(0, BLOCK)
             sample, place, mask = at // numbers, at % numbers, at < count * numbers
             source = sample * x_sample + place
             if code == MEAN:
                 grad = alpha * read(g, sample * g_sample + place // positions, mask, 0) / positions
-            elif code == GLU:
-                value, gate = read(x, source, mask, 0), tl.sigmoid(read(x, source + size, mask, 0))
-                grad = alpha * read(g, sample * g_sample + place, mask, 0)
-                pass_on(d, sample * d_sample + size + place, grad * value * gate * (1 - gate), x, source, mask, 0, ADD)
-                grad *= gate
-            elif code == POOL:
-                two: tl.constexpr = height > 1
-                after: tl.constexpr = across // 2
-                tall: tl.constexpr = height // 2 if two else 1
-                row, along = place % positions // across, place % across
-                above = row // 2 if two else row
-                kept = mask & (above < tall) & (along // 2 < after)
-                corner = source - place % positions + above * (2 if two else 1) * across + along // 2 * 2
-                best, wins = window_max(x, corner, kept, across, two, ACT), kept
-                for turn in tl.static_range(0, 4 if two else 2):  # of equal ones the first wins
-                    other = corner + turn // 2 * across + turn % 2
-                    value = read(x, other, kept, ACT)
-                    largest = (value == best) | (value != value)
-                    wins = wins & tl.where(other < source, ~largest, (other > source) | largest)
-                target = sample * g_sample + place // positions * (after * tall) + above * after + along // 2
-                grad = tl.where(wins, alpha * read(g, target, kept, 0), 0.0)
             else:
                 grad = alpha * read(g, sample * g_sample + place, mask, 0)
+            if code == GLU:
+                value, gate = read(x, source, mask, 0), tl.sigmoid(read(x, source + size, mask, 0))
+                pass_on(d, sample * d_sample + size + place, grad * value * gate * (1 - gate), x, source, mask, 0,
+                        ADD)
+                grad *= gate
             pass_on(d, sample * d_sample + place, grad, x, source, mask, ACT if code != GLU else 0, ADD)
 
 

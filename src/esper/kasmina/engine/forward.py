@@ -45,30 +45,40 @@ def window_max(x, at, mask, WIDTH: tl.constexpr, TWO: tl.constexpr, ACT: tl.cons
 
 
 @triton.jit
-def tap_columns(x, stride, k, n, end, SIGN: tl.constexpr, taps: tl.constexpr,
-                wide: tl.constexpr, height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, CHANNELS: tl.constexpr,
-                CHANNEL: tl.constexpr, COLUMN: tl.constexpr, ACT: tl.constexpr):
-    """[k, n]: what channels and taps k read for columns n, activated; 0 outside.
-
-    A channel lies CHANNEL numbers behind the one before, a column COLUMN; SIGN -1 mirrors the taps.
-    """
-    channel, tap = k // taps, k % taps
-    sample, place = n // columns, n % columns
-    inside = (channel < CHANNELS)[:, None] & (n < end)[None, :]
-    at = (sample * stride + place * COLUMN)[None, :] + (channel * CHANNEL)[:, None]
-    if taps > 1:
-        down, right = SIGN * (tap // wide - taps // wide // 2), SIGN * (tap % wide - wide // 2)
-        row = (place // across)[None, :] + down[:, None]
-        along = (place % across)[None, :] + right[:, None]
-        inside = inside & (row >= 0) & (row < height) & (along >= 0) & (along < across)
-        at += ((down * across + right) * COLUMN)[:, None]
-    return tl.where(inside, read(x, at, inside, ACT), 0.0)
+def packed_columns(x, stride, k, n, end, inputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr,
+                   height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, input_step: tl.constexpr,
+                   ACT: tl.constexpr):
+    """[k, n]: what inputs and taps k, all in one row, read for columns n; 0 outside. For few inputs."""
+    tap, place = k % taps, n % columns
+    row = (place // across)[None, :] + (tap // wide - taps // wide // 2)[:, None]
+    along = (place % across)[None, :] + (tap % wide - wide // 2)[:, None]
+    inside = (k < inputs * taps)[:, None] & (n < end)[None, :]
+    inside = inside & (row >= 0) & (row < height) & (along >= 0) & (along < across)
+    at = (n // columns * stride)[None, :] + (k // taps * input_step)[:, None]
+    return read(x, at + row * across + along, inside, ACT)
 
 
 @triton.jit
-def map_weights(w, j, k, outputs: tl.constexpr, depth: tl.constexpr, MATRIX: tl.constexpr):
-    mask = (j < outputs)[:, None] & (k < depth)[None, :]
-    return tl.load(w + j[:, None] * depth + k[None, :], mask, 0.0).to(MATRIX)
+def tap_columns(x, stride, i, n, end, tap, inputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr,
+                height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, input_step: tl.constexpr,
+                column_step: tl.constexpr, ACT: tl.constexpr):
+    """[i, n]: what inputs i read through one tap for columns n; 0 outside. A mirrored tap is taps - 1 - tap."""
+    place, inside = n % columns, n < end
+    at = n // columns * stride + place * column_step
+    if taps > 1:
+        down, right = tap // wide - taps // wide // 2, tap % wide - wide // 2
+        row, along = place // across + down, place % across + right
+        inside = inside & (row >= 0) & (row < height) & (along >= 0) & (along < across)
+        at += down * across + right
+    return read(x, at[None, :] + (i * input_step)[:, None], inside[None, :] & (i < inputs)[:, None], ACT)
+
+
+@triton.jit
+def map_weights(w, j, i, tap, outputs: tl.constexpr, inputs: tl.constexpr, taps: tl.constexpr,
+                MATRIX: tl.constexpr):
+    """[j, i]: how outputs j depend on inputs i through one tap."""
+    mask = (j < outputs)[:, None] & (i < inputs)[None, :]
+    return tl.load(w + (j * (inputs * taps))[:, None] + (i * taps + tap)[None, :], mask, 0.0).to(MATRIX)
 
 
 @triton.jit
@@ -124,8 +134,10 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
     SAMPLES: tl.constexpr = OPS[AT + 20]
     OUT: tl.constexpr = OPS[AT + 21]
     SPAN: tl.constexpr = OPS[AT + 22]
-    DEPTH: tl.constexpr = OPS[AT + 23]
+    PACKED: tl.constexpr = OPS[AT + 23]
     COLUMNS: tl.constexpr = OPS[AT + 24]
+    IN: tl.constexpr = OPS[AT + 26]
+    SPANS: tl.constexpr = OPS[AT + 27]
     LAST: tl.constexpr = BLEND and last
     w, b = weights + weight, weights + bias
     if code == NORM:
@@ -137,23 +149,30 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
                 value = value * tl.load(w + at, inside, 0.0) + tl.load(b + at, inside, 0.0)
             put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST)
     elif code == MAP:
-        depth: tl.constexpr = inputs * taps
-        j, end = tl.arange(0, OUT), count * columns
-        matrix = map_weights(w, j, tl.arange(0, DEPTH), outputs, depth, MATRIX)
+        end = count * columns
         for start in range(0, end, COLUMNS):
             n = start + tl.arange(0, COLUMNS)
-            total = tl.zeros([OUT, COLUMNS], tl.float32)
-            for first in tl.static_range(0, depth, DEPTH):
-                k = first + tl.arange(0, DEPTH)
-                if depth > DEPTH:
-                    matrix = map_weights(w, j, k, outputs, depth, MATRIX)
-                gathered = tap_columns(x, x_sample, k, n, end, 1, taps, wide, height, across, columns, inputs, input_step, column_step, ACT)
-                total = tl.dot(matrix, gathered.to(MATRIX), total, input_precision=PRECISION)
-            if bias >= 0:
-                total += tl.load(b + j, j < outputs, 0.0)[:, None]
-            place = (n % columns * out_column_step)[None, :] + (j * output_step)[:, None]
-            mask = (j < outputs)[:, None] & (n < end)[None, :]
-            put(o, o_sample, h, h_sample, y, alpha, (n // columns)[None, :], place, total, mask, LAST)
+            for block in tl.static_range(0, outputs, OUT):
+                j, total = block + tl.arange(0, OUT), tl.zeros([OUT, COLUMNS], tl.float32)
+                if PACKED > 0:
+                    k = tl.arange(0, PACKED)
+                    value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
+                                           input_step, ACT)
+                    matrix = map_weights(w, j, k, 0, outputs, inputs * taps, 1, MATRIX)
+                    total = tl.dot(matrix, value.to(MATRIX), total, input_precision=PRECISION)
+                else:
+                    for tap in range(0, taps):
+                        for first in tl.static_range(0, inputs, IN):
+                            i = first + tl.arange(0, IN)
+                            value = tap_columns(x, x_sample, i, n, end, tap, inputs, taps, wide, height, across,
+                                                columns, input_step, column_step, ACT)
+                            matrix = map_weights(w, j, i, tap, outputs, inputs, taps, MATRIX)
+                            total = tl.dot(matrix, value.to(MATRIX), total, input_precision=PRECISION)
+                if bias >= 0:
+                    total += tl.load(b + j, j < outputs, 0.0)[:, None]
+                place = (n % columns * out_column_step)[None, :] + (j * output_step)[:, None]
+                mask = (j < outputs)[:, None] & (n < end)[None, :]
+                put(o, o_sample, h, h_sample, y, alpha, (n // columns)[None, :], place, total, mask, LAST)
     elif code == GATE:
         for start in range(0, count, SAMPLES):
             host, sample, place, mask = flat_tile(h, h_sample, start, count, size, NUMBERS, SAMPLES, 0)
@@ -163,8 +182,8 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
             put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST)
     elif code == MEAN:
         p = tl.arange(0, SPAN)
-        for start in range(0, count * channels, 64):
-            at = start + tl.arange(0, 64)
+        for start in range(0, count * channels, SPANS):
+            at = start + tl.arange(0, SPANS)
             sample, channel, mask = at // channels, at % channels, at < count * channels
             inside = mask[:, None] & (p < positions)[None, :]
             source = (sample * x_sample + channel * positions)[:, None] + p[None, :]

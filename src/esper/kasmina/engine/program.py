@@ -57,21 +57,21 @@ class Op(NamedTuple):
     samples_tile: int = 1
     outputs_tile: int = 16
     positions_tile: int = 1
-    depth_tile: int = 16  # inputs and taps at once
+    packed: int = 0  # inputs and taps in one row; 0 is one tap after the other
     columns_tile: int = 64
     channels_tile: int = 1
     inputs_tile: int = 16
-    back_depth_tile: int = 16  # outputs and taps at once
+    spans_tile: int = 1  # channels of samples, with all their positions
 
     def tiled(self) -> "Op":
         """With the tiles that its sizes ask for."""
-        whole, depth = _power(self.size), _power(self.inputs * self.taps, 16)
-        depth, back = min(depth, 64), min(_power(self.outputs * self.taps, 16), 64)
+        whole, inner, outer = _power(self.size), _power(self.inputs, 16), _power(self.outputs, 16)
         return self._replace(
-            numbers_tile=whole, samples_tile=max(1, 2048 // whole), outputs_tile=_power(self.outputs, 16),
-            positions_tile=_power(self.positions), depth_tile=depth, back_depth_tile=back,
-            columns_tile=max(32, min(128, 4096 // max(depth, back))), channels_tile=_power(self.channels),
-            inputs_tile=_power(self.inputs, 16))
+            numbers_tile=whole, samples_tile=max(1, 2048 // whole), positions_tile=_power(self.positions),
+            channels_tile=_power(self.channels), inputs_tile=min(inner, 64), outputs_tile=min(outer, 64),
+            spans_tile=max(8, min(1024, 2048 // _power(self.positions))),
+            columns_tile=max(64, min(128, 4096 // max(min(inner, 64), min(outer, 64)))),
+            packed=_power(self.inputs * self.taps, 16) if self.taps > 1 and self.inputs < 8 else 0)
 
 
 FIELDS = len(Op._fields)
