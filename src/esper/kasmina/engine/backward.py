@@ -115,45 +115,56 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
             store_by_channel(w, to_scale, 1, positions, channels, NUMBERS, ROWS)
             store_by_channel(b, to_shift, 1, positions, channels, NUMBERS, ROWS)
     elif code == MAP:
+        WIDE_TAPS: tl.constexpr = 3 if wide == 3 else 1
         end = count * columns
         if trains:
             for block in tl.static_range(0, outputs, OUT):
-                j = block + tl.arange(0, OUT)
+                j, shift = block + tl.arange(0, OUT), tl.zeros([OUT], tl.float32)
                 if PACKED > 0:
                     k = tl.arange(0, PACKED)
                     total = tl.zeros([OUT, PACKED], tl.float32)
                     for start in range(0, end, COLUMNS):
                         n = start + tl.arange(0, COLUMNS)
-                        grad = alpha * tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns,
-                                                   output_step, out_column_step, 0)
+                        grad = tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns, output_step,
+                                           out_column_step, 0)
+                        shift += tl.sum(grad, 1)
                         value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
                                                input_step, ACT)
                         total = tl.dot(grad.to(MATRIX), tl.trans(value.to(MATRIX)), total,
                                        input_precision=PRECISION)
                     mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
-                    tl.store(w + (j * (inputs * taps))[:, None] + k[None, :], total, mask)
+                    tl.store(w + (j * (inputs * taps))[:, None] + k[None, :], alpha * total, mask)
                 else:
-                    for tap in range(0, taps):
+                    for line in range(0, taps // WIDE_TAPS):
                         for first in tl.static_range(0, inputs, IN):
-                            i = first + tl.arange(0, IN)
-                            total = tl.zeros([OUT, IN], tl.float32)
+                            i, tap = first + tl.arange(0, IN), line * WIDE_TAPS
+                            left, middle = tl.zeros([OUT, IN], tl.float32), tl.zeros([OUT, IN], tl.float32)
+                            right = tl.zeros([OUT, IN], tl.float32)
                             for start in range(0, end, COLUMNS):
                                 n = start + tl.arange(0, COLUMNS)
-                                grad = alpha * tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns,
-                                                           output_step, out_column_step, 0)
+                                grad = tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns, output_step,
+                                                   out_column_step, 0)
+                                if first == 0:
+                                    shift += tl.where(line == 0, tl.sum(grad, 1), 0.0)
+                                grad = grad.to(MATRIX)
                                 value = tap_columns(x, x_sample, i, n, end, tap, inputs, taps, wide, height, across,
                                                     columns, input_step, column_step, ACT)
-                                total = tl.dot(grad.to(MATRIX), tl.trans(value.to(MATRIX)), total,
-                                               input_precision=PRECISION)
+                                left = tl.dot(grad, tl.trans(value.to(MATRIX)), left, input_precision=PRECISION)
+                                if WIDE_TAPS == 3:  # a gradient is read once for the three
+                                    value = tap_columns(x, x_sample, i, n, end, tap + 1, inputs, taps, wide, height,
+                                                        across, columns, input_step, column_step, ACT)
+                                    middle = tl.dot(grad, tl.trans(value.to(MATRIX)), middle,
+                                                    input_precision=PRECISION)
+                                    value = tap_columns(x, x_sample, i, n, end, tap + 2, inputs, taps, wide, height,
+                                                        across, columns, input_step, column_step, ACT)
+                                    right = tl.dot(grad, tl.trans(value.to(MATRIX)), right, input_precision=PRECISION)
                             mask = (j < outputs)[:, None] & (i < inputs)[None, :]
                             at = (j * (inputs * taps))[:, None] + (i * taps + tap)[None, :]
-                            tl.store(w + at, total, mask)
+                            tl.store(w + at, alpha * left, mask)
+                            if WIDE_TAPS == 3:
+                                tl.store(w + at + 1, alpha * middle, mask)
+                                tl.store(w + at + 2, alpha * right, mask)
                 if bias >= 0:
-                    shift = tl.zeros([OUT], tl.float32)
-                    for start in range(0, end, COLUMNS):
-                        n = start + tl.arange(0, COLUMNS)
-                        shift += tl.sum(tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns,
-                                                    output_step, out_column_step, 0), 1)
                     tl.store(b + j, alpha * shift, j < outputs)
         if sends:
             for start in range(0, end, COLUMNS):
@@ -163,13 +174,14 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                     for tap in range(0, taps):
                         for block in tl.static_range(0, outputs, OUT):
                             j = block + tl.arange(0, OUT)
-                            grad = alpha * tap_columns(g, g_sample, j, n, end, taps - 1 - tap, outputs, taps, wide,
-                                                       height, across, columns, output_step, out_column_step, 0)
+                            grad = tap_columns(g, g_sample, j, n, end, taps - 1 - tap, outputs, taps, wide, height,
+                                               across, columns, output_step, out_column_step, 0)
                             matrix = map_weights(weights + weight, j, i, tap, outputs, inputs, taps, MATRIX)
                             total = tl.dot(tl.trans(matrix), grad.to(MATRIX), total, input_precision=PRECISION)
                     spot = (n % columns * column_step)[None, :] + (i * input_step)[:, None]
                     sample, mask = (n // columns)[None, :], (i < inputs)[:, None] & (n < end)[None, :]
-                    pass_on(d, sample * d_sample + spot, total, x, sample * x_sample + spot, mask, ACT, ADD)
+                    pass_on(d, sample * d_sample + spot, alpha * total, x, sample * x_sample + spot, mask, ACT,
+                            ADD)
     elif code == DEPTHWISE:
         if trains:
             for tap in tl.static_range(-1 if bias >= 0 else 0, taps):  # -1 is the bias
