@@ -26,7 +26,6 @@ FIGURES = {
 
 def environment(family: str, rows: int, rounds: int, device: str) -> dict[str, Any]:
     """Host-epochs per second of whole episodes by the random policy: the median over rounds of epochs."""
-    import torch
 
     from esper.tamiyo import Random
     from esper.tolaria import MorphogeneticEnv, find_family

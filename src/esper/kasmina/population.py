@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from esper.kasmina.blending import Graft, GrownNetwork
 from esper.kasmina.blueprints import Prototype, find_blueprint
 from esper.kasmina.config import DTYPES, PopulationConfig
-from esper.kasmina.engine import Engine, engine_for
-from esper.kasmina.engine.rows import Rows, kinds_of, probe_rows, training_rows
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
@@ -61,8 +59,6 @@ class Population:
         self._pack: Pack | None = None
         self._stepper: Stepper | None = None
         self._live: Pass | None = None
-        self._engine: Engine | None = None
-        self._trained: Rows | None = None
         self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
 
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
@@ -124,11 +120,8 @@ class Population:
         self._check_samples(x, self.rows)
         if y.shape != x.shape[:2]:
             raise EsperError(f"labels have shape {list(y.shape)}; expected {list(x.shape[:2])}")
-        if self._stepper is None and self._trained is None:
-            self._check_first(x, y)
-        if self._stepper is None and (engine := self._ready(len(x))) is not None:
-            return self._step_with(engine, x, y, None, hosts=True)[: self.rows]
         if self._stepper is None:
+            self._check_first(x, y)
             pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
             ghosts = None if shadows else torch.where(life.incubating, life.target, 0.0)
             main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile)
@@ -143,35 +136,12 @@ class Population:
         else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
         """
         self._check_samples(x, self.rows if prefix is None else len(prefix.rows))
-        if self._stepper is None and (engine := self._ready(len(x))) is not None:
-            self._step_with(engine, x, y, prefix, hosts=False)
-            return
         if self._stepper is None:
             shadow = self._shadow_pass(self._packed(), prefix)
             if shadow is None:
                 raise EsperError("no row has an incubating seed that could take a shadow step")
             self._stepper = Stepper(self._packed(), None, shadow, self.optim, self.objective)
         self._stepper(x, y)
-
-    def _ready(self, batch: int) -> Engine | None:
-        """The engine, if this population's device, layers and seeds of now are such that it can run them."""
-        if self._trained is not None and self._engine is not None and self._engine.batch == batch:
-            return self._engine  # nothing was planted since the last step
-        if self._engine is None or self._engine.batch != batch:
-            self._engine = engine_for(self, batch)
-        return self._engine if self._fits() else None
-
-    def _fits(self) -> bool:
-        """Is there an engine that knows all seeds of now?"""
-        return self._engine is not None and bool((kinds_of(self.life, self._engine.kinds_of_seeds) > -2).all())
-
-    def _step_with(self, engine: Engine, x: Tensor, y: Tensor, prefix: Prefix | None, hosts: bool) -> Tensor:
-        if self._trained is None:
-            self._trained = training_rows(self.life, engine.kinds_of_seeds, prefix, hosts)
-            engine.set_rates(self.lr, self.decay)
-        self._pack = self._live = None  # they hold what weights were before
-        engine.wire(self._trained)
-        return engine.step(x, y)
 
     def _shadow_pass(self, pack: Pack, prefix: Prefix | None = None) -> Pass | None:
         """Rows in which one incubating seed each runs at its target alpha behind a stopped host."""
@@ -197,8 +167,6 @@ class Population:
         place of their alphas: 0 switches a seed off, above 0 previews an incubating one. Live state stays.
         """
         self._check_samples(x, self.rows if rows is None else len(rows))
-        if rows is None and alpha is None and self._fits():
-            return self.probe(torch.arange(0), torch.zeros(0, self.spec.slots))(x)
         pack = self._packed()
         if rows is None and alpha is None:
             self._live = self._live or Pass(self.host, pack, self.life.style, self.life.alpha)
@@ -221,9 +189,6 @@ class Population:
         What such a row shares with its live row is computed once: it starts where their alphas first differ.
         The function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
         """
-        if (engine := self._engine) is not None and self._fits():
-            chosen = probe_rows(self.life, engine.kinds_of_seeds, rows.cpu(), alpha.cpu().float(), prefix)
-            return lambda x: engine.forward(x, chosen).transpose(0, 1)
         pack, live, env = self._packed(), self.life.alpha, rows.cpu()
         base, of = (torch.arange(self.rows),) * 2 if prefix is None else prefix
         differs = (alpha.cpu() != live[env]) & self.life.planted[env]
@@ -257,8 +222,6 @@ class Population:
         self.lr = lr.detach().cpu().double().clone()
         if self._pack is not None:
             self._pack.set_lr(self.lr)
-        if self._trained is not None and self._engine is not None:
-            self._engine.set_rates(self.lr, self.decay)
 
     def _check_samples(self, x: Tensor, rows: int) -> None:
         if x.dim() < 2 or not len(x) or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
@@ -372,9 +335,7 @@ class Population:
             pack.write_back()
             seeds = (pack.places > 0) & pack.real
             self.life.record_gradients(pack.rows[seeds], pack.places[seeds] - 1, pack.finite.cpu()[seeds])
-        if self._trained is not None and self._engine is not None:
-            self.life.record_gradients(*self._engine.health(self._trained))
-        self._pack = self._stepper = self._live = self._trained = None
+        self._pack = self._stepper = self._live = None
 
 
 def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tensor, Tensor]:
