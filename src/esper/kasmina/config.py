@@ -27,6 +27,8 @@ class PopulationConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     objective: str = "classification"
     """A name of `OBJECTIVES`."""
+    entropy: float = 0.0
+    """Of the labels' distribution in nats, where the objective asks for it: next_token."""
     incubation: str = "shadow"
     """shadow or straight_through: how a seed learns before it is blended in."""
     device: str = "cpu"

@@ -1,11 +1,13 @@
 """Objectives: what a network is trained for and scored by. All that depends on the kind of label is here.
 
-Legend: R rows, B samples, O outputs. Scores are (loss, score, smooth): the score is in [0, 1] and what users
-ask for, `smooth` the same without its steps; all are means over samples: networks compare sample by sample.
+Legend: R rows, B samples, T tokens of a sample, O outputs. Scores are (loss, score, smooth): the score is in
+[0, 1] and what users ask for, `smooth` the same without its steps; all are means over samples: networks
+compare sample by sample.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,33 +23,46 @@ class Chance(NamedTuple):
     smooth: float
 
 
-class Objective(Protocol):
+@dataclass(frozen=True)
+class Objective:
     """How outputs meet labels. Nothing else knows which kind of objective it is."""
 
-    label_dtype: torch.dtype
+    label_dtype = torch.int64
+    tokens = False
+    """Are inputs token numbers [B, R, T] with a label for each, or samples with one label?"""
+    entropy: float = 0.0
+    """Loss in nats of knowing the labels' distribution alone, where it is not known beforehand."""
+
+    def label_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Of the labels of samples [B, R, *inputs]."""
+        return tuple(x.shape if self.tokens else x.shape[:2])
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """[R]: mean training loss of outputs [R, B, O] on labels [B, R]."""
+        """[R]: mean training loss of outputs [R, B, O] on labels [B, R]; tokens: [R, B * T, O], [B, R, T]."""
+        raise NotImplementedError
 
     def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """[3, B, R]: loss, score, smooth of every sample, of float32 outputs [B, R, O] on labels [B, R]."""
+        raise NotImplementedError
 
     def settle(self, means: Tensor) -> Tensor:
         """Means over samples [3, R] as scores: the last two are brought into [0, 1]."""
+        return torch.cat([means[:1], means[1:].clamp(0, 1)])
 
-    def chance(self, outputs: int) -> Chance: ...
+    def chance(self, outputs: int) -> Chance:
+        raise NotImplementedError
 
     def wrong_labels(self, u: Tensor, labels: Tensor, outputs: int) -> Tensor:
         """Labels that say nothing, by uniform numbers u [R, n]; `labels` [n] are the true ones."""
+        raise NotImplementedError
 
     def check(self, labels: Tensor, outputs: int) -> None:
         """Labels as they must be, or one sentence."""
+        raise NotImplementedError
 
 
-class Classification:
+class Classification(Objective):
     """Cross-entropy; the score is accuracy, the smooth one the probability of the right class."""
-
-    label_dtype = torch.int64
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
         wide = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
@@ -78,7 +93,7 @@ class Classification:
             raise EsperError(f"labels go from {least} to {most}; {outputs} classes are 0 to {outputs - 1}")
 
 
-class Regression:
+class Regression(Objective):
     """Squared error of one number, standardised over the training split; scores: the variance explained."""
 
     label_dtype = torch.float32
@@ -91,9 +106,6 @@ class Regression:
         loss = (outputs.squeeze(2) - labels).square()
         explained = 1 - loss  # standardised labels have variance 1
         return torch.stack([loss, explained, explained])
-
-    def settle(self, means: Tensor) -> Tensor:
-        return torch.cat([means[:1], means[1:].clamp(0, 1)])
 
     def chance(self, outputs: int) -> Chance:
         return Chance(1.0, 0.0, 0.0)
@@ -108,11 +120,33 @@ class Regression:
             raise EsperError(f"a host with {outputs} outputs cannot regress one number; give it 1")
 
 
-OBJECTIVES: dict[str, Objective] = {"classification": Classification(), "regression": Regression()}
+class NextToken(Classification):
+    """Cross-entropy of every token; scores: the share of the labels' own (unigram) entropy explained."""
+
+    tokens = True
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        return super().losses(outputs, labels.transpose(1, 2).flatten(0, 1))
+
+    def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        loss = super().samples(outputs, labels.transpose(1, 2).flatten(0, 1))[0]
+        loss = loss.view(len(labels), -1, loss.shape[1]).mean(1)  # [B, R]: a sample is a sequence
+        explained = 1 - loss / self.chance(outputs.shape[2]).loss
+        return torch.stack([loss, explained, explained])
+
+    def settle(self, means: Tensor) -> Tensor:
+        return Objective.settle(self, means)
+
+    def chance(self, outputs: int) -> Chance:
+        return Chance(self.entropy or math.log(outputs), 0.0, 0.0)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "classification": Classification(), "regression": Regression(), "next_token": NextToken()}
 """By name, as tasks say it."""
 
 
-def find_objective(name: str) -> Objective:
+def find_objective(name: str, entropy: float = 0.0) -> Objective:
     if name not in OBJECTIVES:
         raise EsperError(f"no objective {name!r}; choose from {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]
+    return replace(OBJECTIVES[name], entropy=entropy)

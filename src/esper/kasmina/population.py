@@ -43,7 +43,8 @@ class Population:
             raise EsperError(f"a population of {rows} rows is impossible; use a whole number of at least 1")
         self.config, self.rows, self.host, self.spec = full, rows, full.host, full.spec
         self.optim, self.incubation, self.compile = full.optim, full.incubation, full.compile
-        self.objective, self.device = find_objective(full.objective), torch.device(full.device)
+        self.objective = find_objective(full.objective, full.entropy)
+        self.device = torch.device(full.device)
         self.dtype, self.compute_dtype = DTYPES[full.dtype], DTYPES[full.compute_dtype]
         host = self.host
         self.prototypes = [[find_blueprint(host.kind, name).prototype(shape) for name in self.spec.blueprints]
@@ -118,8 +119,8 @@ class Population:
     def train_step(self, x: Tensor, y: Tensor) -> Tensor:
         """A step of all hosts and seeds on samples [B, N, *inputs], labels [B, N]; losses [N] before it."""
         self._check_samples(x, self.rows)
-        if y.shape != x.shape[:2]:
-            raise EsperError(f"labels have shape {list(y.shape)}; expected {list(x.shape[:2])}")
+        if y.shape != (expected := self.objective.label_shape(x)):
+            raise EsperError(f"labels have shape {list(y.shape)}; expected {list(expected)}")
         if self._stepper is None:
             self._check_first(x, y)
             pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
@@ -232,7 +233,8 @@ class Population:
         """What would train silently and wrongly; once per epoch, since asking a device makes it wait."""
         if not self.life.open:
             raise EsperError("no epoch has begun; call begin_epoch before train_step")
-        self.objective.check(y.flatten(), self.host.classes)
+        for numbers in (x, y) if self.objective.tokens else (y,):
+            self.objective.check(numbers.flatten(), self.host.classes)
         if not bool(x.isfinite().all()):
             raise EsperError("samples hold NaN or infinite numbers; clean them before training")
 

@@ -23,7 +23,7 @@ from esper.tolaria.feed import Feed
 from esper.tolaria.governor import RULES, Governor, GovernorConfig
 from esper.tolaria.previews import PreviewConfig, preview_candidates
 from esper.tolaria.scenarios import Family, Scenarios
-from esper.tolaria.tasks import TaskData, load_task
+from esper.tolaria.tasks import TaskData, find_task, load_task
 
 MOST_AT_ONCE = {"cpu": 600_000, "cuda": 40_000_000}
 """Numbers behind a stage that an evaluation computes at once: what caches hold, what keeps a device busy."""
@@ -59,9 +59,10 @@ class EnvConfig:
 
     @property
     def population(self) -> PopulationConfig:
-        family = self.family
-        return PopulationConfig(family.host, self.spec, self.gates, family.optim, family.objective,
-                                self.incubation, self.device, self.dtype, self.compute_dtype, self.compile)
+        family, task = self.family, find_task(self.family.task)
+        return PopulationConfig(family.host, self.spec, self.gates, family.optim, task.objective,
+                                task.entropy, self.incubation, self.device, self.dtype, self.compute_dtype,
+                                self.compile)
 
 
 MakeEnv = Callable[["EnvConfig", int], "MorphogeneticEnv"]

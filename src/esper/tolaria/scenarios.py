@@ -14,7 +14,7 @@ from torch import Tensor
 from esper.kasmina import Host, Impairments, OptimConfig
 from esper.leyline import EsperError
 from esper.leyline.keys import Purpose, mix, uniform
-from esper.tolaria.tasks import TASKS
+from esper.tolaria.tasks import find_task
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,7 @@ class Family:
                                  "expected a tuple")
         if not isinstance(self.host, Host) or not isinstance(self.optim, OptimConfig):
             raise EsperError(f"family {self.name!r} needs a Host and an OptimConfig")
-        if self.task not in TASKS:
-            raise EsperError(f"no task {self.task!r}; choose from {', '.join(TASKS)}")
+        find_task(self.task)
         if not (self.kinds and self.prices and self.flop_prices and self.horizons and self.lrs):
             raise EsperError(f"family {self.name!r} needs at least one kind, price, FLOP price, horizon "
                              "and learning rate")
@@ -140,7 +139,7 @@ class Family:
 
     @property
     def objective(self) -> str:
-        return TASKS[self.task].objective
+        return find_task(self.task).objective
 
     def draw(self, keys: Tensor) -> Scenarios:
         """Scenarios that depend on their keys [N] alone, but for their luck, which depends on their place

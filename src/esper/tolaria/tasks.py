@@ -41,6 +41,7 @@ class Task:
     reference: str  # what others reach, and who says so
     source: "Generated | Files"
     objective: str = "classification"  # a name of `OBJECTIVES`
+    entropy: float = 0.0  # of the labels in nats, for next_token
 
     def count(self, part: str) -> int:
         return self.sizes[2] if part == TEST else self.sizes[0] + self.sizes[1]
