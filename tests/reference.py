@@ -4,24 +4,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina import Population
+from esper.kasmina import Host, Population
 from esper.kasmina.blending import Graft
 from esper.leyline import Contribution
 
 
-def small_hosts() -> dict[str, dict[str, tuple[int, ...]]]:
+def small_hosts() -> dict[str, dict[str, object]]:
     """Arguments of hosts that are quick in float64."""
     return {
         "mlp": {"inputs": (12,), "widths": (8, 8, 8)},
         "conv1d": {"inputs": (2, 16), "widths": (4, 8, 8)},
         "cnn": {"inputs": (3, 8, 8), "widths": (4, 8, 8)},
+        "resnet": {"inputs": (3, 8, 8), "widths": (4, 8, 8), "depth": 1},
+        "gpt": {"inputs": (5,), "widths": (8, 8, 8), "heads": 2, "tied": True},
     }
 
 
+def samples(host: Host, *leading: int, generator: torch.Generator | None = None) -> Tensor:
+    """float64 numbers, or tokens: [*leading, *inputs]."""
+    if host.tokens:
+        return torch.randint(host.classes, (*leading, *host.inputs), generator=generator)
+    return torch.randn(*leading, *host.inputs, generator=generator, dtype=torch.float64)
+
+
 def batch(population: Population, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    x = torch.randn(size, population.rows, *population.host.inputs, generator=generator, dtype=torch.float64)
-    y = torch.randint(population.host.classes, (size, population.rows), generator=generator)
-    return x.to(population.device, population.dtype), y.to(population.device)
+    x = samples(population.host, size, population.rows, generator=generator)
+    labels = x.shape if population.host.tokens else x.shape[:2]
+    y = torch.randint(population.host.classes, labels, generator=generator)
+    return x.to(population.device, population.dtype if x.is_floating_point() else x.dtype), y.to(population.device)
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Of samples [B, O], or of every token [B, T, O]."""
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
 
 def wait(population: Population) -> Population:
@@ -44,7 +59,8 @@ class PlainHost:
         self.stages, self.head = net.stages, net.head
         self.seeds: dict[int, Graft] = {}
         self.born: dict[int, int] = {}
-        self.optims: dict[int, torch.optim.Optimizer] = {-1: self._optim([*self.stages.parameters(), *self.head.parameters()])}
+        self.own = list(dict.fromkeys([*self.stages.parameters(), *self.head.parameters()]))  # some are shared
+        self.optims: dict[int, torch.optim.Optimizer] = {-1: self._optim(self.own)}
 
     def _optim(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         c = self.population.optim
@@ -89,17 +105,17 @@ class PlainHost:
         for optim in self.optims.values():
             optim.zero_grad()
         shadow = self.population.incubation == "shadow"
-        loss = F.cross_entropy(self.logits(x, ghosts=not shadow), y)
+        loss = cross_entropy(self.logits(x, ghosts=not shadow), y)
         loss.backward()
         if shadow:
             for slot, seed in self.seeds.items():
                 own = list(seed.parameters())
                 if self.population.life.incubating[self.row, slot] and own:
-                    grads = torch.autograd.grad(F.cross_entropy(self.logits(x, probe=slot), y), own, allow_unused=True)
+                    grads = torch.autograd.grad(cross_entropy(self.logits(x, probe=slot), y), own, allow_unused=True)
                     for parameter, grad in zip(own, grads, strict=True):
                         parameter.grad = grad
         config = self.population.optim
-        self._update([*self.stages.parameters(), *self.head.parameters()], -1, config.host_clip)
+        self._update(self.own, -1, config.host_clip)
         for slot, seed in self.seeds.items():
             self._update(list(seed.parameters()), slot, config.seed_clip)
         return float(loss.detach())

@@ -17,43 +17,45 @@ from esper.kasmina import (
     register_blueprint,
 )
 from esper.kasmina.blending import Graft
+from esper.kasmina.blueprints import KINDS
 from esper.kasmina.lift import _conv_as_matmul
 from esper.leyline import EsperError, SlotShape, Style
-from tests.reference import small_hosts, wait
+from tests.reference import samples, small_hosts, wait
 
 
 class Squash(nn.Module):
     """A module the lifting table does not know: runs through vmap."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, dim: int = 1) -> None:
         super().__init__()
         self.slope = nn.Parameter(torch.linspace(0.5, 1.5, channels))
         self.mix = nn.Linear(channels, channels)
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = (1, -1, *[1] * (x.dim() - 2))
-        mixed = self.mix(x.movedim(1, -1)).movedim(-1, 1)
-        return torch.atan(x * self.slope.view(shape)) + 0.1 * mixed.sin()
+        last = x.movedim(self.dim, -1)
+        return (torch.atan(last * self.slope) + 0.1 * self.mix(last).sin()).movedim(-1, self.dim)
 
 
 @pytest.fixture(autouse=True)
 def user_blueprint() -> Iterator[None]:
-    register_blueprint("squash", Squash, tuple(HOSTS))
+    register_blueprint("squash", Squash, KINDS[:3])
+    register_blueprint("squash", lambda channels: Squash(channels, -1), "gpt")
     yield
-    for kind in HOSTS:
+    for kind in KINDS:
         del BLUEPRINTS[kind, "squash"]
 
 
-EVERY = [(kind, name, style) for kind in HOSTS for name in (*blueprints_for(kind), "squash") for style in Style]
+EVERY = [(kind, name, style) for kind in KINDS for name in (*blueprints_for(kind), "squash") for style in Style]
 
 
 def shapes(kind: str) -> tuple[SlotShape, ...]:
-    return Host(kind).slots.shapes
+    return Host(kind, *(((16,), (16, 16, 16)) if kind == "gpt" else ())).slots.shapes
 
 
 def newborn(kind: str, name: str, style: Style, shape: SlotShape) -> Graft:
     prototype = find_blueprint(kind, name).prototype(shape)
-    return Graft(prototype.plain(prototype.fresh(torch.tensor([7]))[0]), style, 1.0, torch.zeros(prototype.gate_size))
+    return Graft(prototype.plain(prototype.fresh(torch.tensor([7]))[0]), style, 1.0, torch.zeros(prototype.gate_size), bool(shape.tokens))
 
 
 @pytest.mark.parametrize(("kind", "name", "style"), EVERY)
@@ -61,7 +63,7 @@ def test_birth_and_first_steps(kind: str, name: str, style: Style) -> None:
     for shape in shapes(kind):
         generator = torch.Generator().manual_seed(0)
         graft = newborn(kind, name, style, shape)
-        h, goal = (torch.randn(64, shape.channels, *shape.extent, generator=generator) for _ in range(2))
+        h, goal = (torch.randn(64, *shape.sample, generator=generator) for _ in range(2))
         torch.testing.assert_close(graft(h), h, rtol=0, atol=1e-6)
         parameters = dict(graft.named_parameters())
         if not parameters or name == "noop":
@@ -94,7 +96,7 @@ def crowd(kind: str) -> Population:
 @pytest.mark.parametrize("kind", HOSTS)
 def test_population_of_newborns_is_its_bare_hosts(kind: str) -> None:
     population = crowd(kind)
-    x = torch.randn(8, population.rows, *population.host.inputs, dtype=torch.float64)
+    x = samples(population.host, 8, population.rows)
     bare = population.forward(x, alpha=torch.zeros(population.rows, 3))
     torch.testing.assert_close(population.forward(x), bare, rtol=0, atol=1e-6)
 
@@ -107,29 +109,31 @@ def test_declared_costs_are_the_counted_ones(kind: str) -> None:
         net = population.extract(row)
         for slot, shape in enumerate(population.host.slots.shapes):
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                net.grafts[slot](torch.zeros(1, shape.channels, *shape.extent, dtype=torch.float64))
+                net.grafts[slot](torch.zeros(1, *shape.sample, dtype=torch.float64))
             assert int(params[row, slot]) == sum(p.numel() for p in net.grafts[slot].parameters())
             assert int(flops[row, slot]) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("kind", "width"), [(kind, width) for kind in HOSTS for width in (3, 8, 20)])
+@pytest.mark.parametrize(("kind", "width"), [(kind, width) for kind in KINDS for width in (3, 8, 20)])
 def test_lifted_seeds_do_the_declared_work(kind: str, width: int) -> None:
     """The program for G copies spends G times the declared FLOPs and gives each copy its own module's output."""
-    shape = SlotShape(width, tuple(8 for _ in shapes(kind)[0].extent))
+    tokens, extent = shapes(kind)[0].tokens and 7, tuple(8 for _ in shapes(kind)[0].extent)
+    shape, vectors = SlotShape(width, extent, tokens), not extent
     for name in (*blueprints_for(kind),):
         prototype = find_blueprint(kind, name).prototype(shape)
         flat = prototype.fresh(torch.arange(4))
         flat += 0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(1))
         weights, _ = prototype.layout.split(flat)
-        x = torch.randn(4, 2, width) if kind == "mlp" else torch.randn(2, 4, width, *shape.extent)
+        x = torch.randn(4, 2 * max(tokens, 1), width) if vectors else torch.randn(2, 4, width, *shape.extent)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             out = prototype(weights, x)
         assert counter.get_total_flops() == 2 * 4 * prototype.cost.flops, name
         for copy in range(4):
             module = prototype.blueprint.build(shape)
             prototype.layout.load(module, flat[copy])
-            mine, rows = (out[copy], x[copy]) if kind == "mlp" else (out[:, copy], x[:, copy])
-            torch.testing.assert_close(mine, module(rows).detach(), rtol=1e-5, atol=1e-5)
+            mine, rows = (out[copy], x[copy]) if vectors else (out[:, copy], x[:, copy])
+            rows = rows.view(2, *shape.sample)  # tokens are folded into the batch
+            torch.testing.assert_close(mine.view(rows.shape), module(rows).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("extent", "taps"), [((9,), (3,)), ((6, 7), (3, 3)), ((6, 5), (1, 1)), ((6, 5), (3, 1))])
@@ -148,7 +152,7 @@ def test_convolution_as_a_matrix_product(extent: tuple[int, ...], taps: tuple[in
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_descriptors_tell_blueprints_apart(kind: str) -> None:
     rows = [find_blueprint(kind, name).prototype(shapes(kind)[0]).descriptor for name in blueprints_for(kind)]
     assert len({len(row) for row in rows}) == 1
@@ -161,12 +165,17 @@ def test_export_with_dynamic_batch(kind: str) -> None:
     population = crowd(kind)
     for bank in population.banks[1:]:  # newborns are the zero function: a wrong export would not show
         bank.weights += 0.1 * torch.randn(bank.weights.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def example(size: int) -> Tensor:
+        x = samples(population.host, size)
+        return x.float() if x.is_floating_point() else x
+
     for row in range(population.rows):
         net = population.extract(row).float().eval()
-        x = torch.randn(4, *population.host.inputs)
+        x = example(4)
         exported = torch.export.export(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},)).module()
         for size in (1, 7):
-            x = torch.randn(size, *population.host.inputs)
+            x = example(size)
             torch.testing.assert_close(exported(x), net(x), rtol=0, atol=1e-6)
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from esper.kasmina import HOSTS, INCUBATION, Host, OptimConfig, Population
-from esper.kasmina.objectives import Classification
 from esper.leyline import Head, LifecycleOp, SeedStage, Style
-from tests.reference import batch, known_contributions, small_hosts, wait
+from tests.reference import batch, cross_entropy, known_contributions, small_hosts, wait
 
 
 @pytest.mark.parametrize("style", Style)
@@ -24,12 +23,13 @@ def test_upstream_gradients_equal_plain_autograd(kind: str, style: Style) -> Non
     x, y = batch(population, 6, torch.Generator().manual_seed(1))
     wait(population).train_step(x, y)
     stepper = population._stepper
-    grad = stepper.pack.gradient(Classification().losses(stepper.main(x), y).sum())
+    grad = stepper.pack.gradient(population.objective.losses(stepper.main(x), y).sum())
     weights, _ = population.host.layout.split(stepper.pack.views(grad)[0])
     for row in range(8):
         net = population.extract(row)
-        torch.nn.functional.cross_entropy(net(x[:, row]), y[:, row]).backward()
+        cross_entropy(net(x[:, row]), y[:, row]).backward()
         for name, parameter in [*net.stages.named_parameters(prefix="stages"), *net.head.named_parameters(prefix="head")]:
+            name = population.host.layout.shared.get(name, name)
             torch.testing.assert_close(weights[name][row], parameter.grad, rtol=0, atol=1e-10)
         for stage in net.stages:
             assert all(float(p.grad.norm()) > 0 for p in stage.parameters())

@@ -186,10 +186,11 @@ class Graft(nn.Module):
 
     alpha: Tensor
 
-    def __init__(self, seed: nn.Module, style: Style, alpha: float, gate: Tensor) -> None:
-        """`gate` [C + 1]: weights and bias of the gate, used where the style has one."""
+    def __init__(self, seed: nn.Module, style: Style, alpha: float, gate: Tensor, tokens: bool) -> None:
+        """`gate` [C + 1]: weights and bias of the gate, used where the style has one. It weighs samples by
+        the means of their channels, and each of `tokens` [B, T, C] by itself."""
         super().__init__()
-        self.seed, self.style = seed, style
+        self.seed, self.style, self.tokens = seed, style, tokens
         # A buffer: a state dict without it would be another network.
         self.register_buffer("alpha", torch.tensor(alpha, dtype=gate.dtype))
         self.gate = None
@@ -205,6 +206,8 @@ class Graft(nn.Module):
             return h * torch.tanh(s)
         if self.gate is None:
             return s
+        if self.tokens:
+            return torch.sigmoid(self.gate(h)) * s
         means = h.flatten(2).mean(2) if h.dim() > 2 else h
         return torch.sigmoid(self.gate(means)).reshape(-1, *[1] * (h.dim() - 1)) * s
 

@@ -16,13 +16,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina import lift
-from esper.kasmina.hosts import HOSTS
-from esper.kasmina.lift import Layout, Modulate, Nothing, Scaled, Weights
+from esper.kasmina.hosts import Host, transformer_bodies
+from esper.kasmina.layers import CausalAttention, InTurn, Modulate, Nothing, Scaled, Taps
+from esper.kasmina.lift import Layout, Weights
 from esper.leyline import Cost, EsperError, SlotShape
 from esper.leyline.keys import seeded
 
-HOST_KINDS = tuple(HOSTS)
-CONV_KINDS = tuple(kind for kind, row in HOSTS.items() if len(row.inputs) > 1)
+VECTORS, SERIES, IMAGES, TOKENS = KINDS = ("mlp", "conv1d", "cnn", "gpt")
+"""What a slot can hold: [B, C], [B, C, L], [B, C, H, W], [B, T, C]; called by hosts that have such slots."""
+ALIKE = {"resnet": IMAGES}  # hosts with the slots of another kind
+
+
+def kind_of(shape: SlotShape) -> str:
+    return TOKENS if shape.tokens else KINDS[len(shape.extent)]
 
 
 class SeedKind(IntEnum):
@@ -92,14 +98,14 @@ class Prototype:
     @functools.cached_property
     def cost(self) -> Cost:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            self.template(torch.zeros(1, self.shape.channels, *self.shape.extent))
+            self.template(torch.zeros(1, *self.shape.sample))
         return Cost(self.layout.size, counter.get_total_flops())
 
     @functools.cached_property
     def descriptor(self) -> tuple[float, ...]:
         """For a controller: kind as flags, log cost per channel, share of the extent that one output sees."""
         flags = [float(self.blueprint.kind == kind) for kind in SeedKind]
-        extent = max(self.shape.extent, default=1)
+        extent = max(*self.shape.extent, self.shape.tokens, 1)
         reach = (self.blueprint.reach or extent) / extent
         logs = [math.log1p(v / self.shape.channels) for v in (self.cost.params, self.cost.flops)]
         return (*flags, *logs, min(reach, 1.0))
@@ -120,7 +126,7 @@ def _refuse_unliftable(name: str, module: nn.Module, shape: SlotShape) -> None:
     ):
         if wrong:
             raise EsperError(f"blueprint {name!r} {why}")
-    x = torch.zeros(2, shape.channels, *shape.extent)
+    x = torch.zeros(2, *shape.sample)
     with torch.no_grad():
         out = (module.body if isinstance(module, Scaled) else module)(x)
     if not isinstance(out, Tensor):
@@ -187,15 +193,40 @@ def _dense(shape: SlotShape, inner: int, *between: nn.Module, bias: bool = True,
     return nn.Sequential(norm, nn.Linear(c, fold * inner, bias), *between, _zero(nn.Linear(inner, c)))
 
 
+def _shift(shape: SlotShape) -> nn.Module:
+    """A gated convolution over the present token and the two before it."""
+    c, inner = shape.channels, max(2, shape.channels // 2)
+    norm, last = nn.LayerNorm(c, elementwise_affine=False), _zero(nn.Linear(inner, c))
+    return nn.Sequential(norm, Taps(3, shape.tokens), nn.Linear(3 * c, 2 * inner), nn.GLU(-1), last)
+
+
+def _attend(shape: SlotShape, heads: int) -> nn.Module:
+    attention = CausalAttention(shape.channels, heads, max(1, shape.channels // 4), shape.tokens)
+    _zero(attention.out)
+    return nn.Sequential(nn.LayerNorm(shape.channels, elementwise_affine=False), attention)
+
+
+def _block(shape: SlotShape) -> nn.Module:
+    """A whole transformer block, both of whose maps back are zero at birth."""
+    attend, think = transformer_bodies(shape.channels, math.gcd(4, shape.channels), shape.tokens)
+    _zero(attend[-1].out)  # type: ignore[arg-type]
+    _zero(think[-1])
+    return InTurn(attend, think)
+
+
 BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}
-"""(host kind, name) -> blueprint. The order of insertion is the order of the blueprint head."""
+"""(kind of slot, name) -> blueprint. The order of insertion is the order of the blueprint head."""
 
 
-def blueprints_for(kind: str) -> tuple[str, ...]:
-    return tuple(name for host, name in BLUEPRINTS if host == kind)
+def blueprints_for(host: Host | str) -> tuple[str, ...]:
+    """Those that fit every slot of a host, or of hosts of this kind."""
+    kinds = {ALIKE.get(host, host)} if isinstance(host, str) else set(map(kind_of, host.slots.shapes))
+    names = dict.fromkeys(name for kind, name in BLUEPRINTS if kind in kinds)
+    return tuple(name for name in names if all((kind, name) in BLUEPRINTS for kind in kinds))
 
 
 def find_blueprint(kind: str, name: str) -> Blueprint:
+    kind = ALIKE.get(kind, kind)
     if (kind, name) not in BLUEPRINTS:
         known = ", ".join(blueprints_for(kind))
         raise EsperError(f"no blueprint {name!r} for {kind} hosts; there are {known}")
@@ -204,9 +235,9 @@ def find_blueprint(kind: str, name: str) -> Blueprint:
 
 def _register(blueprint: Blueprint) -> Blueprint:
     for host in blueprint.hosts:
-        if host not in HOST_KINDS:
+        if host not in KINDS:
             raise EsperError(f"no host kind {host!r} for blueprint {blueprint.name!r}; "
-                             f"choose from {', '.join(HOST_KINDS)}")
+                             f"choose from {', '.join(KINDS)}")
         if (host, blueprint.name) in BLUEPRINTS:
             raise EsperError(f"{host} hosts already have a blueprint {blueprint.name!r}; choose another name")
     BLUEPRINTS.update({(host, blueprint.name): blueprint for host in blueprint.hosts})
@@ -221,27 +252,33 @@ def register_blueprint(name: str, build: Callable[[int], nn.Module], hosts: tupl
     host, and it is initialised by its own constructor.
     """
     def scaled(shape: SlotShape) -> nn.Module:
-        return Scaled(build(shape.channels), shape.channels)
+        return Scaled(build(shape.channels), shape.channels, shape.tokens)
 
-    hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
+    hosts = tuple(ALIKE.get(host, host) for host in ((hosts,) if isinstance(hosts, str) else hosts))
     return _register(Blueprint(name, scaled, hosts, SeedKind.CUSTOM, reach, draws_own_weights=True))
 
 
+_CONVOLVED = (SERIES, IMAGES)
+_DENSE = (VECTORS, TOKENS)
 for _row in (
-    Blueprint("noop", lambda shape: Nothing(), HOST_KINDS, SeedKind.NOTHING),
-    Blueprint("norm", lambda s: _zero(nn.GroupNorm(1, s.channels)), CONV_KINDS, SeedKind.NORM, reach=0),
-    Blueprint("attention", _attention, CONV_KINDS, SeedKind.ATTENTION, reach=0),
-    Blueprint("depthwise", _depthwise, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
-    Blueprint("bottleneck", _bottleneck, CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
-    Blueprint("conv_small", lambda s: _conv_once(s, 1), CONV_KINDS, SeedKind.CONVOLUTION),
-    Blueprint("conv_light", lambda s: _conv_once(s, 3), CONV_KINDS, SeedKind.CONVOLUTION, reach=3),
-    Blueprint("conv_heavy", _conv_twice, CONV_KINDS, SeedKind.CONVOLUTION, reach=5),
-    Blueprint("mixer", _mixer, ("conv1d",), SeedKind.MIXER, reach=0),
-    Blueprint("norm", lambda s: _zero(nn.LayerNorm(s.channels)), ("mlp",), SeedKind.NORM, reach=0),
-    Blueprint("low_rank", lambda s: _dense(s, max(2, s.channels // 8), bias=False), ("mlp",), SeedKind.DENSE),
-    Blueprint("glu", lambda s: _dense(s, max(2, s.channels // 2), nn.GLU(1), fold=2), ("mlp",),
+    Blueprint("noop", lambda shape: Nothing(), KINDS, SeedKind.NOTHING),
+    Blueprint("norm", lambda s: _zero(nn.GroupNorm(1, s.channels)), _CONVOLVED, SeedKind.NORM, reach=0),
+    Blueprint("attention", _attention, _CONVOLVED, SeedKind.ATTENTION, reach=0),
+    Blueprint("depthwise", _depthwise, _CONVOLVED, SeedKind.CONVOLUTION, reach=3),
+    Blueprint("bottleneck", _bottleneck, _CONVOLVED, SeedKind.CONVOLUTION, reach=3),
+    Blueprint("conv_small", lambda s: _conv_once(s, 1), _CONVOLVED, SeedKind.CONVOLUTION),
+    Blueprint("conv_light", lambda s: _conv_once(s, 3), _CONVOLVED, SeedKind.CONVOLUTION, reach=3),
+    Blueprint("conv_heavy", _conv_twice, _CONVOLVED, SeedKind.CONVOLUTION, reach=5),
+    Blueprint("mixer", _mixer, (SERIES,), SeedKind.MIXER, reach=0),
+    Blueprint("norm", lambda s: _zero(nn.LayerNorm(s.channels)), _DENSE, SeedKind.NORM, reach=0),
+    Blueprint("low_rank", lambda s: _dense(s, max(2, s.channels // 8), bias=False), _DENSE, SeedKind.DENSE),
+    Blueprint("glu", lambda s: _dense(s, max(2, s.channels // 2), nn.GLU(-1), fold=2), _DENSE,
               SeedKind.DENSE),
-    Blueprint("mlp_small", lambda s: _dense(s, max(2, s.channels // 2), nn.ReLU()), ("mlp",), SeedKind.DENSE),
-    Blueprint("mlp_heavy", lambda s: _dense(s, 2 * s.channels, nn.ReLU()), ("mlp",), SeedKind.DENSE),
+    Blueprint("mlp_small", lambda s: _dense(s, max(2, s.channels // 2), nn.ReLU()), _DENSE, SeedKind.DENSE),
+    Blueprint("mlp_heavy", lambda s: _dense(s, 2 * s.channels, nn.ReLU()), _DENSE, SeedKind.DENSE),
+    Blueprint("attention", lambda s: _attend(s, 1), (TOKENS,), SeedKind.ATTENTION, reach=0),
+    Blueprint("attention_4", lambda s: _attend(s, 4), (TOKENS,), SeedKind.ATTENTION, reach=0),
+    Blueprint("gated_conv", _shift, (TOKENS,), SeedKind.CONVOLUTION, reach=3),
+    Blueprint("block", _block, (TOKENS,), SeedKind.ATTENTION, reach=0),
 ):
     _register(_row)

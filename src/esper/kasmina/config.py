@@ -25,8 +25,8 @@ class PopulationConfig:
     """What an action consists of; by default every op and head, and every blueprint that fits the host."""
     gates: GateConfig = field(default_factory=GateConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    objective: str = "classification"
-    """A name of `OBJECTIVES`."""
+    objective: str = ""
+    """A name of `OBJECTIVES`; empty is classification, or next_token for hosts of tokens."""
     entropy: float = 0.0
     """Of the labels' distribution in nats, where the objective asks for it: next_token."""
     incubation: str = "shadow"
@@ -45,9 +45,11 @@ class PopulationConfig:
         if not isinstance(self.optim, OptimConfig):
             raise EsperError(f"optim is a {type(self.optim).__name__}; "
                              "expected an OptimConfig: rows have optimisers of their own")
+        usual = "next_token" if self.host.tokens else "classification"
+        object.__setattr__(self, "objective", self.objective or usual)
         slots = len(self.host.slots)
         if self.spec is None:
-            object.__setattr__(self, "spec", ActionSpec.full(slots, blueprints_for(self.host.kind)))
+            object.__setattr__(self, "spec", ActionSpec.full(slots, blueprints_for(self.host)))
         for name in ("device", "dtype", "compute_dtype"):  # PyTorch's own objects are welcome
             object.__setattr__(self, name, str(getattr(self, name) or "").removeprefix("torch."))
         object.__setattr__(self, "compute_dtype", self.compute_dtype or self.dtype)
@@ -58,5 +60,12 @@ class PopulationConfig:
                              "only compute_dtype may be bfloat16")
         if self.spec.slots != slots:
             raise EsperError(f"the action spec has {self.spec.slots} slots, but this host has {slots}")
-        find_objective(self.objective)
+        if find_objective(self.objective).tokens != self.host.tokens:
+            raise EsperError(f"{self.host.kind} hosts take {'tokens' if self.host.tokens else 'numbers'}: "
+                             f"they cannot be trained for {self.objective}")
+        if self.compute_dtype == "bfloat16" and self.host.layout.size > self.host.layout.params:
+            raise EsperError("hosts with running statistics or frozen weights compute in float32; "
+                             "leave compute_dtype empty")
+        if self.compile and self.host.foreign is not None:
+            raise EsperError("compile is for the built-in hosts; run your own module without it")
         check_device(self.device)

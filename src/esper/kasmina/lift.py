@@ -3,6 +3,7 @@
 Legend: G copies, B batch, C channels, P parameters of one copy.
 Vectors travel as [G, B, C], everything with an extent as [B, G, C, *extent] (copies folded into channels:
 convolutions become grouped, norms get G times the groups). So the rank tells the layout: 3 is a vector.
+Tokens are vectors, [G, B * T, C]: layers that look at other tokens know T and unfold them.
 `LIFTED` lists the layers with such a form; any other module, or a use its rule declines, runs through vmap.
 """
 
@@ -15,41 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina.layers import CausalAttention, Embed, InTurn, Modulate, Nothing, Residual, Scaled, Taps
 from esper.leyline.keys import uniform
 
 Weights = dict[str, Tensor]  # name -> [G, *shape]
 Opening = tuple[tuple[int, ...], float]  # of a layer norm: shape, eps
-
-
-class Nothing(nn.Module):
-    """The zero function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-
-class Modulate(nn.Module):
-    """x * net(x), the product broadcast over x's extent."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.net(x)
-
-
-class Scaled(nn.Module):
-    """Any module times a learned scale per channel, zero at birth: it starts as the zero function."""
-
-    def __init__(self, body: nn.Module, channels: int) -> None:
-        super().__init__()
-        self.body = body
-        self.scale = nn.Parameter(torch.zeros(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x)
-        return out * self.scale.view(-1, *[1] * (out.dim() - 2))
 
 
 def row_dim(x: Tensor) -> int:
@@ -156,6 +127,32 @@ def _flatten(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.flatten(2).transpose(0, 1)
 
 
+def _embed(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    """Token numbers [G, B, T]; the copies' tables lie behind one another."""
+    tables, places = w[prefix + "token.weight"], w[prefix + "position.weight"]
+    first = torch.arange(len(x), device=x.device)[:, None, None] * tables.shape[1]
+    return (F.embedding(x + first, tables.flatten(0, 1)) + places[:, None, : x.shape[2]]).flatten(1, 2)
+
+
+def _causal(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    mixed = lifted(layer.mix, w, x, prefix + "mix.").unflatten(1, (-1, layer.length))
+    return lifted(layer.out, w, layer.attend(mixed).flatten(1, 2), prefix + "out.")
+
+
+def _in_turn(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    change = lifted(layer.first, w, x, prefix + "first.")
+    return change + lifted(layer.second, w, x + change, prefix + "second.")
+
+
+def _scaled(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    """A body of tokens is somebody's own: it gets them as [B, T, C]."""
+    scale = per_row(w[prefix + "scale"], x)
+    if not layer.tokens:
+        return lifted(layer.body, w, x, prefix + "body.") * scale
+    tokens = x.unflatten(1, (-1, layer.tokens))
+    return _by_copy(layer.body, w, prefix + "body.", tokens, 0).flatten(1, 2) * scale
+
+
 def _sequential(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     for name, child in layer._modules.items():
         x = lifted(child, w, x, f"{prefix}{name}.")
@@ -173,8 +170,13 @@ LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
     nn.GLU: lambda layer, w, prefix, x: F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim),
     nn.Sequential: _sequential,
     Modulate: lambda layer, w, prefix, x: x * lifted(layer.net, w, x, prefix + "net."),
-    Scaled: lambda layer, w, prefix, x: (lifted(layer.body, w, x, prefix + "body.")
-                                         * per_row(w[prefix + "scale"], x)),
+    Scaled: _scaled,
+    Residual: lambda layer, w, prefix, x: (lifted(layer.shortcut, w, x, prefix + "shortcut.")
+                                           + lifted(layer.body, w, x, prefix + "body.")),
+    InTurn: _in_turn,
+    Embed: _embed,
+    CausalAttention: _causal,
+    Taps: lambda layer, w, prefix, x: layer(x.unflatten(1, (-1, layer.length))).flatten(1, 2),
     **dict.fromkeys((nn.ReLU, nn.SiLU, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Identity, Nothing),
                     lambda layer, w, prefix, x: layer(x)),
 }
@@ -187,10 +189,15 @@ def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor
     out = NotImplemented if rule is None else rule(module, w, prefix, x)
     if out is not NotImplemented:
         return out
+    copies = _by_copy(module, w, prefix, x, row_dim(x))
+    return copies if copies.dim() == 3 else copies.transpose(0, 1)  # its own rank says the layout
+
+
+def _by_copy(module: nn.Module, w: Weights, prefix: str, x: Tensor, dim: int) -> Tensor:
+    """Any module by vmap, copies along `dim` of x; its outputs are copy-major."""
     own = {name: w[prefix + name] for name, _ in module.named_parameters()}
-    one = functools.partial(torch.func.functional_call, module)
-    copies: Tensor = torch.func.vmap(one, (0, row_dim(x)))(own, x)
-    return copies if copies.dim() == 3 else copies.transpose(0, 1)  # copy-major; its own rank says the layout
+    copies: Tensor = torch.func.vmap(functools.partial(torch.func.functional_call, module), (0, dim))(own, x)
+    return copies
 
 
 def opening(module: nn.Module) -> Opening | None:
@@ -212,15 +219,28 @@ def lifted_rest(module: nn.Module, w: Weights, x: Tensor) -> Tensor:
     return x
 
 
+def state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """What belongs to one copy of a module: its parameters, then running statistics of batch norms."""
+    running = [(f"{path}.{name}", getattr(layer, name)) for path, layer in module.named_modules()
+               if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats
+               for name in ("running_mean", "running_var")]
+    return [*module.named_parameters(), *running]
+
+
 class Layout:
-    """Where each parameter of a module lies in a flat row of length P."""
+    """Where each parameter of a module lies in a flat row of length P; running statistics lie behind them."""
 
     def __init__(self, module: nn.Module) -> None:
-        named = list(module.named_parameters())
+        named = state_of(module)
         self.names = [name for name, _ in named]
         self.shapes = [tuple(p.shape) for _, p in named]
         self.sizes = [p.numel() for _, p in named]
         self.size = sum(self.sizes)
+        self.learned = [p.requires_grad for _, p in named]
+        self.params = sum(size for size, learned in zip(self.sizes, self.learned, strict=True) if learned)
+        first = {id(parameter): name for name, parameter in reversed(list(module.named_parameters()))}
+        self.shared = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
+                       if name != first[id(p)]}  # other name -> the one in `names`
 
     def split(self, flat: Tensor) -> tuple[Weights, Tensor]:
         """(named views [G, *shape], what lies behind them [G, rest]) of flat rows [G, P + rest]."""
@@ -229,14 +249,19 @@ class Layout:
         return {name: part.view(-1, *shape) for name, shape, part in named}, rest
 
     def load(self, module: nn.Module, row: Tensor) -> None:
-        """Copy one flat row [P] into the module's parameters."""
+        """Copy one flat row [P] into the module."""
         with torch.no_grad():
-            for parameter, values in zip(module.parameters(), row.split(self.sizes), strict=True):
-                parameter.copy_(values.view_as(parameter))
+            for (_, own), values in zip(state_of(module), row.split(self.sizes), strict=True):
+                own.copy_(values.view_as(own))
 
     def flatten(self, module: nn.Module) -> Tensor:
-        """[P]: the module's parameters in the order of this layout."""
-        return torch.cat([torch.empty(0), *(p.detach().flatten() for p in module.parameters())])
+        """[P]: the module's state in the order of this layout."""
+        return torch.cat([torch.empty(0), *(own.detach().flatten() for _, own in state_of(module))])
+
+    def free(self) -> Tensor:
+        """float [P]: 1 where a number learns, 0 for statistics and frozen parameters."""
+        return torch.cat([torch.full((size,), float(learned))
+                          for size, learned in zip(self.sizes, self.learned, strict=True)])
 
 
 def initial_range(module: nn.Module) -> tuple[Tensor, Tensor]:

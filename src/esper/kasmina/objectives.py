@@ -42,7 +42,8 @@ class Objective:
         raise NotImplementedError
 
     def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """[3, B, R]: loss, score, smooth of every sample, of float32 outputs [B, R, O] on labels [B, R]."""
+        """[3, B, R]: loss, score, smooth of every sample, of float32 outputs [B, R, O] on labels [B, R];
+        tokens: [B, R, T, O], [B, R, T]."""
         raise NotImplementedError
 
     def settle(self, means: Tensor) -> Tensor:
@@ -129,9 +130,9 @@ class NextToken(Classification):
         return super().losses(outputs, labels.transpose(1, 2).flatten(0, 1))
 
     def samples(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        loss = super().samples(outputs, labels.transpose(1, 2).flatten(0, 1))[0]
-        loss = loss.view(len(labels), -1, loss.shape[1]).mean(1)  # [B, R]: a sample is a sequence
-        explained = 1 - loss / self.chance(outputs.shape[2]).loss
+        each = super().samples(outputs.flatten(1, 2), labels.flatten(1, 2))[0]
+        loss = each.view(labels.shape).mean(2)  # a sample is a sequence
+        explained = 1 - loss / self.chance(outputs.shape[3]).loss
         return torch.stack([loss, explained, explained])
 
     def settle(self, means: Tensor) -> Tensor:

@@ -20,10 +20,16 @@ from esper.kasmina.hosts import Host
 from esper.kasmina.lift import Layout, Weights, row_dim
 from esper.kasmina.optim import Segments
 from esper.leyline import Style
+from esper.leyline.keys import Purpose, mix
 
 MULTIPLE = {"cpu": 1, "cuda": 8}
 """A group runs with a multiple of so many rows. On CUDA a new shape costs cuDNN a new plan, tens of
 milliseconds, and sizes in steps of eight recur soon."""
+
+
+def as_inputs(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Samples in the numbers that a pass computes in; tokens stay whole."""
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 class Bank:
@@ -127,6 +133,12 @@ class Pack:
         reached = [(place, grad) for place, grad in zip(self._grads, grads, strict=True) if grad is not None]
         torch._foreach_copy_([place for place, _ in reached], [grad for _, grad in reached])
         return self._grad
+
+    @torch.no_grad()
+    def keep(self, statistics: Weights) -> None:
+        """Running statistics that a pass over the hosts returned."""
+        for name, value in statistics.items():
+            self.weights[0][0][name].copy_(value)
 
     def set_lr(self, lr: Tensor) -> None:
         self.segments.lr.copy_(lr[self.rows, self.places])
@@ -234,22 +246,30 @@ class Pass:
 
     def __init__(self, host: Host, pack: Pack, style: Tensor, alpha: Tensor, env: Tensor | None = None,
                  shadow: bool = False, incubate: Tensor | None = None, compiled: bool = False,
-                 branches: list[Tensor] | None = None, columns: tuple[Tensor, Tensor] | None = None) -> None:
+                 branches: list[Tensor] | None = None, columns: tuple[Tensor, Tensor] | None = None,
+                 keys: Tensor | None = None) -> None:
         """`alpha` [R, S]; `env` [R] maps pass rows to population rows (None is every row, in order).
 
         `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of ghosts that
         learn straight through; None wires none. `compiled` runs the host's stages through `torch.compile`.
         `branches` names for each slot the pass rows that later rows copy in front of it: those start there,
         not at the input. `columns` names the samples of the rows that start at the input, and the labels of
-        all rows (None is `env`).
+        all rows (None is `env`). With the rows' `keys` [N] hosts train, with noise; else they evaluate.
         """
         self.host, self.pack, self.shadow, self.compiled, slots = host, pack, shadow, compiled, style.shape[1]
         self.env = None if env is None else env.to(pack.device)
         self.columns = (self.env, self.env) if columns is None else tuple(c.to(pack.device) for c in columns)
         rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
         wire = functools.partial(self._wire, style, pack.locate(slots))
-        branches = branches or [torch.empty(0, dtype=torch.int64)] * slots
+        empty = torch.empty(0, dtype=torch.int64)
+        self.statistics: Weights = {}
+        self.origins: Tensor | None = None
+        self.keys = None if keys is None or host.foreign is None else keys.to(pack.device)
+        branches = branches or [empty] * slots
         begin = len(alpha) - sum(len(b) for b in branches)
+        if host.foreign is not None and begin < len(alpha):  # it has no parts to begin at: rows run it whole
+            self.origins = torch.cat([torch.arange(begin), *branches]).to(pack.device)
+            begin, branches = len(alpha), [empty] * slots
         ends = [begin + sum(len(b) for b in branches[: s + 1]) for s in range(slots)]
         self.branches = [torch.cat([torch.arange(end - len(b)), b]).to(pack.device) if len(b) else None
                          for end, b in zip(ends, branches, strict=True)]
@@ -273,24 +293,34 @@ class Pass:
         return SlotWiring(uses, alpha[:, slot], style[rows, slot], self.pack)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Logits [R, B, classes] of samples [B, R, *inputs]."""
+        """Logits [R, B, classes] of samples [B, R, *inputs]; of tokens, [R, B * T, classes]."""
         hosts, _ = self.pack.weights[0]
         if self.shadow:
             hosts = {name: w.detach() for name, w in hosts.items()}
-        h = self.host.enter(x)
-        for index, (slot, ghost) in enumerate(zip(self.slots, self.ghosts, strict=True)):
-            h = self.host.stage(index, self._of(hosts, f"stages.{index}.", h), h, self.compiled)
-            if (copies := self.branches[index]) is not None:
-                h = h.index_select(row_dim(h), copies)
-            h = slot(h, self.pack)
-            if ghost is not None and ghost.uses and torch.is_grad_enabled():  # they change gradients alone
-                h = StraightThrough.apply(h, ghost(h.detach(), self.pack))
-        return self.host.head(self._of(hosts, "head.", h), h)
+        x = x if self.origins is None else x.index_select(1, self.origins)
+        noise = None
+        if self.keys is not None:
+            steps = self.pack.segments.steps[: len(self.keys)]
+            noise = mix(self.keys, Purpose.DROPOUT, steps)
+            noise = noise if self.env is None else noise[self.env]
+        weights = functools.partial(self._of, hosts)
+        out, self.statistics = self.host.run(x, weights, self._at_slot, self.compiled, noise)
+        return out
 
-    def _of(self, hosts: Weights, prefix: str, h: Tensor) -> Weights:
-        """The weights of one part of the host, for the rows that h has."""
-        mine = {name: w for name, w in hosts.items() if name.startswith(prefix)}
+    def _at_slot(self, index: int, h: Tensor) -> Tensor:
+        """What the slot behind part `index` of the host makes of h; rows that begin there join."""
+        if (copies := self.branches[index]) is not None:
+            h = h.index_select(row_dim(h), copies)
+        h, ghost = self.slots[index](h, self.pack), self.ghosts[index]
+        if ghost is not None and ghost.uses and torch.is_grad_enabled():  # they change gradients alone
+            h = StraightThrough.apply(h, ghost(h.detach(), self.pack))
+        return h
+
+    def _of(self, hosts: Weights, prefix: str, count: int) -> Weights:
+        """The weights of one part of the host, for the first rows of the pass."""
+        shared = self.host.layout.shared
+        mine = {name: hosts[shared.get(name, name)] for name in (*hosts, *shared) if name.startswith(prefix)}
         if self.env is None:
             return mine
-        rows = self.env[: h.shape[row_dim(h)]]
+        rows = self.env[:count]
         return {name: w.index_select(0, rows) for name, w in mine.items()}

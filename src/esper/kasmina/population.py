@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blending import Graft, GrownNetwork
-from esper.kasmina.blueprints import Prototype, find_blueprint
+from esper.kasmina.blueprints import Prototype, find_blueprint, kind_of
 from esper.kasmina.config import DTYPES, PopulationConfig
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
 from esper.kasmina.objectives import find_objective
-from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix
+from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix, as_inputs
 from esper.kasmina.stepping import Stepper
 from esper.leyline import Contribution, EsperError, Head, LifecycleOp, StateFormatError, Style
 from esper.leyline.codec import from_dict, to_dict
@@ -47,8 +47,8 @@ class Population:
         self.device = torch.device(full.device)
         self.dtype, self.compute_dtype = DTYPES[full.dtype], DTYPES[full.compute_dtype]
         host = self.host
-        self.prototypes = [[find_blueprint(host.kind, name).prototype(shape) for name in self.spec.blueprints]
-                           for shape in host.slots.shapes]
+        self.prototypes = [[find_blueprint(kind_of(shape), name).prototype(shape)
+                            for name in self.spec.blueprints] for shape in host.slots.shapes]
         self.life = Lifecycle(rows, self.spec, full.gates)
         widest = [max(p.layout.size for p in row) + row[0].gate_size for row in self.prototypes]
         self.banks = [Bank(rows, size, self.dtype, self.device) for size in (host.layout.size, *widest)]
@@ -66,7 +66,7 @@ class Population:
         """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers.
         Learning rates and decays stay as they were set."""
         rows, where = rows.cpu(), rows.to(self.device)
-        weights, trainable = self.host.fresh(keys.to(self.device)), torch.ones(1)
+        weights, trainable = self.host.fresh(keys.to(self.device)), self.host.layout.free()
         if impairments is not None:
             alive, trainable = self.host.masks(impairments)
             weights *= alive.to(self.device)
@@ -125,7 +125,8 @@ class Population:
             self._check_first(x, y)
             pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
             ghosts = None if shadows else torch.where(life.incubating, life.target, 0.0)
-            main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile)
+            main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile,
+                        keys=self.keys)
             self._stepper = Stepper(pack, main, self._shadow_pass(pack) if shadows else None, self.optim,
                                     self.objective)
         return self._stepper(x, y)
@@ -154,15 +155,15 @@ class Population:
         alpha = self.life.alpha[env]
         alpha[torch.arange(len(env)), slot] = self.life.target[env, slot]
         if prefix is None:
-            return Pass(self.host, pack, self.life.style, alpha, env, shadow=True)
+            return Pass(self.host, pack, self.life.style, alpha, env, shadow=True, keys=self.keys)
         every, origin = torch.arange(len(prefix.rows)), prefix.of[env]
         return Pass(self.host, pack, self.life.style, torch.cat([self.life.alpha[prefix.rows], alpha]),
                     torch.cat([prefix.rows, env]), shadow=True, columns=(every, torch.cat([every, origin])),
-                    branches=[origin[slot == s] for s in range(self.spec.slots)])
+                    branches=[origin[slot == s] for s in range(self.spec.slots)], keys=self.keys)
 
     @torch.no_grad()
     def forward(self, x: Tensor, rows: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
-        """Logits [B, R, classes] for samples [B, R, *inputs].
+        """Logits [B, R, classes] for samples [B, R, *inputs]; [B, R, T, classes] for tokens.
 
         `rows` [R] names population rows (any, repeated or not; None is all N in order), `alpha` [R, S] is in
         place of their alphas: 0 switches a seed off, above 0 previews an incubating one. Live state stays.
@@ -181,7 +182,7 @@ class Population:
                                  f"got shape {list(alphas.shape)}")
             chosen = Pass(self.host, pack, self.life.style, alphas, env)
         pack.refresh()
-        return chosen(x.to(self.compute_dtype)).transpose(0, 1)
+        return _by_sample(chosen(as_inputs(x, self.compute_dtype)), len(x))
 
     def probe(self, rows: Tensor, alpha: Tensor, prefix: Prefix | None = None) -> Callable[[Tensor], Tensor]:
         """A function of samples [B, N, *inputs], to logits [B, N + R, classes]: all live rows (or the D rows
@@ -204,7 +205,7 @@ class Population:
         def run(x: Tensor) -> Tensor:
             self._check_samples(x, len(base))
             pack.refresh()
-            return whole(x.to(self.compute_dtype)).index_select(0, back).transpose(0, 1)
+            return _by_sample(whole(as_inputs(x, self.compute_dtype)).index_select(0, back), len(x))
 
         return run
 
@@ -245,7 +246,8 @@ class Population:
         chosen = chosen * self.life.planted[..., None]
         gated = (chosen[..., 0] > 0) & (self.life.style == Style.GATE)
         sizes = torch.tensor([row[0].gate_size for row in self.prototypes]) * gated
-        return chosen[..., 0] + sizes, chosen[..., 1] + 2 * (sizes - gated.long())
+        times = torch.tensor([max(row[0].shape.tokens, 1) for row in self.prototypes])  # gates of tokens
+        return chosen[..., 0] + sizes, chosen[..., 1] + 2 * (sizes - gated.long()) * times
 
     def extract(self, row: int) -> nn.Module:
         """The row's network as a plain module of the same function. Seeds without effect are left out."""
@@ -256,9 +258,11 @@ class Population:
             net = self.host.module().to(self.dtype)
         self.host.layout.load(net, self.banks[0].weights[row])
         live = (self.life.alpha[row] > 0) & (self.costs()[0][row] > 0)
-        grafts = [self.graft(row, slot) if on else nn.Identity() for slot, on in enumerate(live.tolist())]
-        grown = GrownNetwork(net.stages, nn.ModuleList(grafts), net.head)  # type: ignore[arg-type]
-        return grown.to(self.device)
+        grafts = {slot: self.graft(row, slot) for slot in live.nonzero().flatten().tolist()}
+        if self.host.foreign is not None:
+            return self.host.foreign.grown(net, grafts).to(self.device)
+        behind = nn.ModuleList(grafts.get(slot, nn.Identity()) for slot in range(self.spec.slots))
+        return GrownNetwork(net.stages, behind, net.head).to(self.device)  # type: ignore[arg-type]
 
     def graft(self, row: int, slot: int) -> Graft:
         """The seed of one slot as a plain module at its present alpha, incubating or not."""
@@ -269,7 +273,7 @@ class Population:
         weights, size = self.banks[1 + slot].weights[row].cpu(), prototype.layout.size
         gate = weights[size : size + prototype.gate_size]
         style, alpha = Style(int(self.life.style[row, slot])), float(self.life.alpha[row, slot])
-        return Graft(prototype.plain(weights[:size]), style, alpha, gate)
+        return Graft(prototype.plain(weights[:size]), style, alpha, gate, bool(prototype.shape.tokens))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that belongs to rows, each tensor with N first."""
@@ -338,6 +342,11 @@ class Population:
             seeds = (pack.places > 0) & pack.real
             self.life.record_gradients(pack.rows[seeds], pack.places[seeds] - 1, pack.finite.cpu()[seeds])
         self._pack = self._stepper = self._live = None
+
+
+def _by_sample(outputs: Tensor, batch: int) -> Tensor:
+    """[R, B, O] as [B, R, O], and [R, B * T, O] as [B, R, T, O]."""
+    return (outputs if outputs.shape[1] == batch else outputs.unflatten(1, (batch, -1))).transpose(0, 1)
 
 
 def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tensor, Tensor]:

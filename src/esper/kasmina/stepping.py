@@ -7,7 +7,7 @@ from torch import Tensor
 
 from esper.kasmina.objectives import Objective
 from esper.kasmina.optim import OptimConfig, update
-from esper.kasmina.packing import Pack, Pass
+from esper.kasmina.packing import Pack, Pass, as_inputs
 
 
 class Stepper:
@@ -22,7 +22,7 @@ class Stepper:
         self._losses: Tensor | None = None
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        losses = self._step_on_cuda(x, y) if x.is_cuda else self._step(x.to(self.pack.dtype), y)
+        losses = self._step_on_cuda(x, y) if x.is_cuda else self._step(as_inputs(x, self.pack.dtype), y)
         self.pack.steps_taken += 1
         return losses
 
@@ -35,11 +35,13 @@ class Stepper:
             losses.append(self.objective.losses(chosen(samples), labels))
         total = torch.stack([loss.sum() for loss in losses]).sum() if len(losses) > 1 else losses[0].sum()
         pack.finite &= update(self.optim, pack.segments, pack.gradient(total)).isfinite()
+        if self.main is not None:
+            pack.keep(self.main.statistics)
         return losses[0].detach()
 
     def _step_on_cuda(self, x: Tensor, y: Tensor) -> Tensor:
         if self._inputs is None or self._inputs[0].shape != x.shape:
-            self._inputs, self._graph = (x.to(self.pack.dtype, copy=True), y.clone()), None
+            self._inputs, self._graph = (as_inputs(x, self.pack.dtype).clone(), y.clone()), None
             return self._warm_up()
         self._inputs[0].copy_(x)
         self._inputs[1].copy_(y)

@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     SHUFFLE = 14
     ORDER = 15
     AUGMENT = 16
+    DROPOUT = 17
     LUCK = 20
     SHUFFLED_DECISIONS = 21
     SWEEP = 99

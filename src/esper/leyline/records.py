@@ -12,10 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlotShape:
-    """What a seed sees: channels, and the extents behind them (empty for vectors)."""
+    """What a seed sees: channels, and extents behind them (none for vectors) or tokens in front of them."""
 
     channels: int
     extent: tuple[int, ...] = ()
+    tokens: int = 0
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """The shape of one sample: [C, *extent], or [T, C]."""
+        return (self.tokens, self.channels) if self.tokens else (self.channels, *self.extent)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class EnvConfig:
         if not isinstance(self.family, Family):
             raise EsperError(f"an environment needs a Family, not a {type(self.family).__name__}")
         host = self.family.host
-        decisive = self.spec or ActionSpec.decisive(len(host.slots), blueprints_for(host.kind))
+        decisive = self.spec or ActionSpec.decisive(len(host.slots), blueprints_for(host))
         object.__setattr__(self, "spec", decisive)
         for name in ("device", "dtype", "compute_dtype"):  # as the population understood them
             object.__setattr__(self, name, getattr(self.population, name))
@@ -256,7 +256,7 @@ class MorphogeneticEnv:
 
     def at_once(self, rows: int) -> int:
         """Samples that an evaluation of so many rows should run at once."""
-        widest = max(shape.channels * math.prod(shape.extent) for shape in self.family.host.slots.shapes)
+        widest = max(math.prod(shape.sample) for shape in self.family.host.slots.shapes)
         return max(1, MOST_AT_ONCE[self.population.device.type] // (rows * widest))
 
     def charge(self, flops: Tensor, shadow: Tensor, epochs: float = 1.0) -> None:

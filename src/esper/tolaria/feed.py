@@ -21,7 +21,7 @@ NOISES = 4096  # vectors in the bank from which samples draw their noise
 
 
 class Feed:
-    """Batches [B, N, *inputs] and labels [B, N] for a population."""
+    """Batches [B, N, *inputs] and labels for a population: [B, N], or [B, N, T] where inputs are tokens."""
 
     def __init__(self, family: Family, data: TaskData, rows: int, device: torch.device) -> None:
         self.family, self.device, self.rows = family, device, rows
@@ -35,7 +35,8 @@ class Feed:
         n = len(self.x)
         self.key = torch.zeros(rows, dtype=torch.int64, device=device)
         self.subset = torch.arange(n, device=device).repeat(rows, 1)  # [N, n]: position -> sample
-        self.labels = self.y.repeat(rows, 1)  # [N, n]: what the row is told about each sample
+        told = torch.zeros(0) if self.objective.tokens else self.y  # nobody is told wrong tokens
+        self.labels = told.repeat(rows, 1)  # [N, n]: what the row is told about each sample
         self.count = torch.full((rows,), n, device=device)
         self.noise = torch.zeros(rows, device=device)
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -56,7 +57,8 @@ class Feed:
         if math.prod(x.shape[1:]) != math.prod(self.inputs):
             raise EsperError(f"family {self.family.name!r} has hosts for inputs {self.inputs}, "
                              f"but its samples are {tuple(x.shape[1:])}")
-        self.objective.check(y, self.outputs)
+        for numbers in (x, y) if self.objective.tokens else (y,):
+            self.objective.check(numbers.flatten(), self.outputs)
         return x.flatten(1).to(self.device), y.to(self.device)
 
     def reset(self, rows: Tensor, scenarios: Scenarios) -> None:
@@ -67,10 +69,11 @@ class Feed:
         self.subset[where] = _shuffled(mix(key, Purpose.SUBSET), n)
         count = scenarios.of_kind("samples").to(self.device)
         self.count[where] = torch.where(count > 0, count, n).clamp(max=n)
-        share = scenarios.of_kind("label_noise").to(self.device)[:, None]
-        wrong = uniform(mix(key, Purpose.LABEL), n) < share
-        drawn = self.objective.wrong_labels(uniform(mix(key, Purpose.LABEL, 1), n), self.y, self.outputs)
-        self.labels[where] = torch.where(wrong, drawn, self.y)
+        if not self.objective.tokens:
+            share = scenarios.of_kind("label_noise").to(self.device)[:, None]
+            wrong = uniform(mix(key, Purpose.LABEL), n) < share
+            drawn = self.objective.wrong_labels(uniform(mix(key, Purpose.LABEL, 1), n), self.y, self.outputs)
+            self.labels[where] = torch.where(wrong, drawn, self.y)
         self.noise[where] = scenarios.of_kind("noise").to(self.device, torch.float32)
         self.shift[where] = scenarios.of_kind("shift").to(self.device)
         mixed = _shuffled(mix(key, Purpose.SHUFFLE), math.prod(self.inputs[1:] or self.inputs))  # by channel
@@ -89,9 +92,10 @@ class Feed:
         self._order = self.subset.gather(1, place % self.count[:, None]).t().contiguous()  # [n, N]
 
     def train(self, step: int) -> tuple[Tensor, Tensor]:
-        """Batch `step` of the epoch: x [B, N, *inputs], y [B, N]."""
+        """Batch `step` of the epoch: samples [B, N, *inputs] and their labels."""
         sample = self._order[step * self.batch : (step + 1) * self.batch]
-        return self._read(self.x, sample, 0, self.family.augment), self.labels.t().gather(0, sample)
+        labels = self.y[sample] if self.objective.tokens else self.labels.t().gather(0, sample)
+        return self._read(self.x, sample, 0, self.family.augment), labels
 
     def validation(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Validation samples start..stop."""

@@ -136,6 +136,10 @@ class Family:
         if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0
                for kind in self.kinds):
             raise EsperError(f"family {self.name!r} has a kind with impossible noise, shift or samples")
+        distorted = any(k.noise or k.shift or k.shuffle or k.label_noise for k in self.kinds)
+        if self.host.tokens and (distorted or self.augment or self.pool > 1):
+            raise EsperError(f"family {self.name!r} has hosts of tokens: nothing distorts them; leave out "
+                             "noise, shift, shuffle, label_noise, augment and pool")
 
     @property
     def objective(self) -> str:

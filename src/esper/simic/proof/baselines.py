@@ -117,7 +117,7 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
 
 
 def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
-    blueprints = [name for name in blueprints_for(family.host.kind) if name != "noop"]
+    blueprints = [name for name in blueprints_for(family.host) if name != "noop"]
     counts = sorted({1, len(family.host.slots)})
     table = itertools.product(TRIGGERS[trigger].settings, blueprints, counts, (False, True))
     return [TriggerConfig(trigger, *row) for row in table]

@@ -26,7 +26,7 @@ DECIDE_AT = 2  # epochs that are watched before the first decision; previews are
 
 def full_spec(family: Family) -> ActionSpec:
     """Scripts may use every head."""
-    return ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))
+    return ActionSpec.full(len(family.host.slots), blueprints_for(family.host))
 
 
 def seed_script(spec: ActionSpec, epoch: int, slot: int, blueprint: str, **heads: object) -> Script:
