@@ -19,7 +19,7 @@ from esper.cli.options import Train
 from esper.cli.runs import DESCRIPTION, STORE, load_run, make_folder, use_plugins, write_description
 from esper.karn import panel, summary
 from esper.leyline import EsperError
-from esper.leyline.codec import from_dict, override, to_dict
+from esper.leyline.codec import from_dict, merged, override, to_dict
 from esper.leyline.storage import locked
 from esper.nissa import Store, verify
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
@@ -51,7 +51,7 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
     layers.append({name: value for name, value in given.items() if value is not None})
     if options.device:
         layers.append({"env": {"device": options.device}})
-    return override(stored or TrainConfig(), functools.reduce(_merged, layers), "the config")
+    return override(stored or TrainConfig(), functools.reduce(merged, layers), "the config")
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -67,13 +67,6 @@ def _toml(path: Path) -> dict[str, Any]:
                                 from_dict(Family, family, f"{path}: env.family", complete=False))
         env.setdefault("spec", False)
     return keys
-
-
-def _merged(base: Any, more: Any) -> Any:
-    """More over base, key by key."""
-    if not (isinstance(base, dict) and isinstance(more, dict)):
-        return more
-    return base | {name: _merged(base.get(name), value) for name, value in more.items()}
 
 
 def run(options: Train, console: Console) -> None:

@@ -13,25 +13,13 @@ from esper.leyline.errors import EsperError
 class LifecycleOp(IntEnum):
     """What a controller may do to a slot, once per epoch."""
 
-    WAIT = 0
-    GERMINATE = 1
-    SET_ALPHA_TARGET = 2
-    PRUNE = 3
-    FOSSILIZE = 4
-    ADVANCE = 5
+    WAIT, GERMINATE, SET_ALPHA_TARGET, PRUNE, FOSSILIZE, ADVANCE = range(6)
 
 
 class Head(IntEnum):
     """The parts of an action."""
 
-    OP = 0
-    SLOT = 1
-    BLUEPRINT = 2
-    STYLE = 3
-    TEMPO = 4
-    ALPHA_TARGET = 5
-    ALPHA_SPEED = 6
-    ALPHA_CURVE = 7
+    OP, SLOT, BLUEPRINT, STYLE, TEMPO, ALPHA_TARGET, ALPHA_SPEED, ALPHA_CURVE = range(8)
 
 
 class Style(IntEnum):
@@ -43,11 +31,7 @@ class Style(IntEnum):
 
 
 class AlphaCurve(IntEnum):
-    LINEAR = 0
-    COSINE = 1
-    SIGMOID_GENTLE = 2
-    SIGMOID = 3
-    SIGMOID_SHARP = 4
+    LINEAR, COSINE, SIGMOID_GENTLE, SIGMOID, SIGMOID_SHARP = range(5)
 
 
 TEMPOS = (3, 5, 8)  # epochs of a seed's first ramp, by index of Head.TEMPO
