@@ -1,8 +1,5 @@
-"""Configs as plain data and back: one codec for headers, descriptions, traces and files of settings.
-
-A config is a frozen dataclass or NamedTuple; its plain form, what JSON and TOML say: tables, lists, names of
-enum members. Reading follows the type hints, and whatever is wrong is one sentence that names the place.
-"""
+"""Configs (dataclasses, NamedTuples) as what JSON and TOML say, and back: by type hints, in one sentence if
+something is wrong. One codec for headers, descriptions, traces and files of settings."""
 
 import functools
 import inspect

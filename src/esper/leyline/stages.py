@@ -28,8 +28,7 @@ TRANSITIONS: Mapping[SeedStage, frozenset[SeedStage]] = {
     SeedStage.FOSSILIZED: frozenset(),
     SeedStage.PRUNED: frozenset({SeedStage.EMBARGOED}),
     SeedStage.EMBARGOED: frozenset({SeedStage.RESETTING}),
-    SeedStage.RESETTING: frozenset({SeedStage.DORMANT}),
-}
+    SeedStage.RESETTING: frozenset({SeedStage.DORMANT})}
 
 
 def check_transitions(table: Mapping[SeedStage, Iterable[SeedStage]]) -> None:
@@ -44,7 +43,11 @@ check_transitions(TRANSITIONS)
 class GateConfig:
     """How long a seed stays, and what evidence it needs, to move on. Fit for episodes of 12-30 epochs."""
 
-    min_training: int = 1  # epochs in TRAINING before ADVANCE
-    min_holding: int = 1  # epochs in HOLDING before FOSSILIZE
-    embargo: int = 1  # epochs in EMBARGOED before the slot resets
-    min_contribution: float | None = None  # least one measured for FOSSILIZE; None: any that was measured
+    min_training: int = 1
+    """Epochs in TRAINING before ADVANCE."""
+    min_holding: int = 1
+    """Epochs in HOLDING before FOSSILIZE."""
+    embargo: int = 1
+    """Epochs in EMBARGOED before the slot resets."""
+    min_contribution: float | None = None
+    """Least measured contribution for FOSSILIZE; None asks only that it was measured."""
