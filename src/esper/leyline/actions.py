@@ -59,7 +59,7 @@ RELEVANCE = relevance_table({
     LifecycleOp.FOSSILIZE: frozenset({Head.SLOT}),
     LifecycleOp.ADVANCE: frozenset({Head.SLOT})})
 """RELEVANCE[op, head]: does this head's choice have any effect under this op?"""
-_DEFAULTS = dict.fromkeys(Head, 0) | {Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0)}  # first choices, all of it
+_DEFAULTS = dict.fromkeys(Head, 0) | {Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0)}  # else the first
 
 
 @dataclass(frozen=True)
