@@ -79,7 +79,7 @@ def main() -> None:
     bare = evaluator.play(Wait(), drawn).utility()
     result: dict[str, dict[str, list[float]]] = {}
     for run, config in configs.items():
-        whole = load_controller(run, config, options.device).controller.bound_to(env.spec)
+        whole = load_controller(run, config, options.device)[0].bound_to(env.spec)
         minds = {"everything": whole, "no memory": forgetful(whole)}
         blinded = {name: Blinded(whole.normaliser, group) for name, group in GROUPS.items()}
         minds |= {f"without {name}": Controller(whole.network, scales) for name, scales in blinded.items()}

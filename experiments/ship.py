@@ -26,11 +26,11 @@ def member(folder: Path, controls: Path, proof: str) -> Member:
     if found is None:
         raise EsperError(f"{folder} holds no run")
     config, made = found
-    family, previews, known = config.env.family, config.env.previews, load_controller(folder, config, "cpu")
+    family, previews, (controller, digest) = config.env.family, config.env.previews, load_controller(folder, config, "cpu")
     episodes, epochs = read(folder / STORE, "SELECT sum(episodes), sum(host_epochs) FROM round")[0]
     looked = {"preview_every": previews.every if previews else 0, "preview_steps": previews.steps if previews else 0}
     run = {"config": to_dict(config) | looked, **made}
-    about: dict[str, Any] = {"family": family.name, "host": family.host.kind, "run": run, "agent sha256": known.digest,
+    about: dict[str, Any] = {"family": family.name, "host": family.host.kind, "run": run, "agent sha256": digest,
                              "episodes": episodes, "host-epochs": epochs, "proof": None}
     tuned = Tuned.load(controls)
     if tuned.family_digest != family_digest(family):
@@ -38,12 +38,12 @@ def member(folder: Path, controls: Path, proof: str) -> Member:
     about["plan"] = {"seeds": tuned.fixed.seeds, "start": tuned.fixed.start, "episodes": tuned.episodes["best fixed"]}
     if proof != "-":
         text, told = Path(proof).read_bytes(), read_json(proof, "proof")
-        mine = [name for name, each in told["controllers"].items() if each["sha256"] == known.digest]
+        mine = [name for name, each in told["controllers"].items() if each["sha256"] == digest]
         if not mine:
             raise EsperError(f"{proof} is about other controllers than the one in {folder}")
         about["proof"] = {"sha256": hashlib.sha256(text).hexdigest(), "controller": mine[0],
                           **{name: told[name] for name in ("verdict", "reason", "scenarios", "date", "commit")}}
-    shipped = Member(known.controller, about)
+    shipped = Member(controller, about)
     if env_of(shipped) != replace(config.env, device="cpu"):
         raise EsperError(f"{folder} was trained in another environment than {family.name} has by default; it cannot be shipped")
     return shipped

@@ -126,7 +126,7 @@ def test_what_is_played_is_what_was_trained(runs: Path, proof: Path, asked: list
 
 def test_every_call_gives_a_policy_without_memories(runs: Path) -> None:
     (one,) = load_candidates(str(runs / "a"), "cpu")
-    first, second = (one.contestant.make(EnvConfig(FAMILY).spec) for _ in range(2))
+    first, second = (one.make(EnvConfig(FAMILY).spec) for _ in range(2))
     assert isinstance(first, Learned)
     assert isinstance(second, Learned)
     Evaluator(FAMILY, make=Orchard).play(first, FAMILY.scenarios(2))
@@ -401,8 +401,8 @@ def test_a_shipped_mind_can_be_named() -> None:
     (nobody,) = load_candidates("wait", "cpu")
     for one, previews in zip(members, (None, PreviewConfig(20, 20), PreviewConfig(20, 20)), strict=True):
         env = resolve_env([one, nobody], "", "cpu")
-        assert (env.previews, one.contestant.episodes > 6000) == (previews, True)
-        assert isinstance(one.contestant.make(env.spec), Learned)
+        assert (env.previews, one.episodes > 6000) == (previews, True)
+        assert isinstance(one.make(env.spec), Learned)
 
 
 def test_a_controller_that_cannot_act_there_is_refused(runs: Path, tmp_path: Path,

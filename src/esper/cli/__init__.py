@@ -11,33 +11,32 @@ from typing import Any
 import tyro
 from rich.console import Console
 
+import esper
 from esper.cli import options
 from esper.cli.machine import choose_threads, keep_freed_memory
 from esper.leyline import EsperError
 
 COMMANDS = {
-    "demo": (options.Demo, "demo", "train a controller for a minute and meet the shipped one"),
-    "tasks": (options.TasksList, "tasks", "list the tasks, their published scores and their data"),
-    "tasks add-data": (options.TasksAddData, "tasks", "check a task's files and remember their folder"),
-    "train": (options.Train, "train", "let a controller learn on a family of scenarios"),
-    "prove": (options.Prove, "prove", "put trained controllers before the court"),
-    "sweep": (options.Sweep, "sweep", "play scripted decisions: what is knowledge worth?"),
-    "replay": (options.Replay, "replay", "run recorded episodes again and compare them bit by bit"),
-}
-"""verb -> (options, module of this package whose `run` takes them, what it does)."""
+    "demo": (options.Demo, "train a controller for a minute and meet the shipped one"),
+    "tasks": (options.TasksList, "list the tasks, their published scores and their data"),
+    "tasks add-data": (options.TasksAddData, "check a task's files and remember their folder"),
+    "train": (options.Train, "let a controller learn on a family of scenarios"),
+    "prove": (options.Prove, "put trained controllers before the court"),
+    "sweep": (options.Sweep, "play scripted decisions: what is knowledge worth?"),
+    "replay": (options.Replay, "run recorded episodes again and compare them bit by bit")}
+"""verb -> (options, what it does); `run` of the module that its first word names takes the options."""
 
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  esper {verb:<{width}}  {row[2]}" for verb, row in COMMANDS.items())
+    lines = "\n".join(f"  esper {verb:<{width}}  {what}" for verb, (_, what) in COMMANDS.items())
     return f"Esper grows neural networks while they train.\n\n{lines}\n\nAdd --help to any of them."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 is done, 1 a verdict that fails, 2 one sentence on what is wrong, 130 is Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    longest = sorted(COMMANDS, key=len, reverse=True)
-    verb = next((v for v in longest if words[: len(v.split())] == v.split()), None)
+    verb = max((v for v in COMMANDS if words[: len(v.split())] == v.split()), key=len, default=None)
     try:
         code = _run(verb, words)
         sys.stdout.flush()
@@ -59,21 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: str | None, words: Sequence[str]) -> int:
-    if verb is None and (not words or {"-h", "--help"} & set(words)):
-        print(usage())
-        return 0
-    if verb is None and words[0] in ("--version", "-V"):
-        from esper.leyline.provenance import VERSION
-
-        print(f"esper {VERSION}")
+    helped = not words or bool({"-h", "--help"} & set(words))
+    if verb is None and (helped or words[0] in ("--version", "-V")):
+        print(usage() if helped else f"esper {esper.__version__}")
         return 0
     if verb is None:
         near = difflib.get_close_matches(words[0], COMMANDS, 1)
         hint = f"; did you mean esper {near[0]}?" if near else f"; there are {', '.join(COMMANDS)}"
         print(f"esper: no command {_printable(' '.join(words))!r}{hint}", file=sys.stderr)
         return 2
-    kind, module, _ = COMMANDS[verb]
-    config: Any = tyro.cli(kind, args=words[len(verb.split()) :], prog=f"esper {verb}")
+    module, *more = verb.split()
+    config: Any = tyro.cli(COMMANDS[verb][0], args=words[1 + len(more) :], prog=f"esper {verb}")
     keep_freed_memory()
     console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())  # names may hold [
     if module != "tasks" and (changed := choose_threads()):

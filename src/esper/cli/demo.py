@@ -92,10 +92,9 @@ def _table(arms: dict[str, Arms]) -> Table:
     table = Table("", title="What each way of deciding delivers, with 95 % intervals", title_justify="left")
     for name in ("points above no growth", "accuracy", "grown parameters"):
         table.add_column(name, justify="right")
-    controls = {name: arm for name, arm in arms[MIND].items() if name != "learned"}
-    bare = controls["no growth"].utility
-    for name, arm in (controls | {who: each["learned"] for who, each in arms.items()}).items():
-        above = arm.utility - bare
+    shown = {name: arm for name, arm in arms[MIND].items() if name != "learned"}
+    for name, arm in (shown | {who: each["learned"] for who, each in arms.items()}).items():
+        above = arm.utility - shown["no growth"].utility
         gain = "" if name == "no growth" else points(above.mean(), *interval(above))
         table.add_row(name, gain, f"{100 * arm.score.mean():.1f} %", f"{arm.params.mean():,.0f}")
     return table

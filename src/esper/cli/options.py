@@ -1,7 +1,5 @@
-"""What each command can be told; who uses values checks them. Imports are light: help comes at once.
-
-`--help` shows the comment behind each option, or what its type says.
-"""
+"""What each command can be told; who uses values checks them. Imports are light: help comes at once, and
+shows the comment behind each option, or what its type says."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -50,25 +50,20 @@ def _check(options: Prove) -> ProofConfig:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Contestant):
     """Who is put before the court; a policy that was not trained has no environment of its own."""
 
-    contestant: Contestant
     env: EnvConfig | None = None  # that it was trained in
     folder: Path | None = None
     digest: str = ""
     seed: str = ""  # what its training drew its randomness from
     cost: Mapping[str, Any] = field(default_factory=dict)  # by column of the table `round`
 
-    @property
-    def name(self) -> str:
-        return self.contestant.name
-
 
 def load_candidates(name: str, device: str) -> list[Candidate]:
     """Loaded and checked as far as it can be without playing; a shipped mind has one for every family."""
     if name in PLAIN:
-        return [Candidate(Contestant(name, functools.partial(_plays, name), 0))]
+        return [Candidate(name, functools.partial(_plays, name), 0)]
     if name in shipped():
         return [_member(name, member, device) for member in read_mind(name)]
     folder = Path(name)
@@ -81,23 +76,21 @@ def load_candidates(name: str, device: str) -> list[Candidate]:
                          "rename its folder")
     if (folder / STORE).exists():
         verify(folder / STORE)
-    known, cost = load_controller(folder, config, "cpu"), cost_of(folder / STORE)
+    (controller, digest), cost = load_controller(folder, config, "cpu"), cost_of(folder / STORE)
     if cost["round"] < config.rounds or not cost["episodes"]:
         raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and "
                          f"of {cost['episodes'] or 0} episodes; put back the whole one")
-    contestant = Contestant(called, functools.partial(_decides, known.controller, device), cost["episodes"])
-    return [Candidate(contestant, config.env, folder, known.digest,
-                      f"{config.env.family.name} {config.seed}", cost)]
+    return [Candidate(called, functools.partial(_decides, controller, device), cost["episodes"], config.env,
+                      folder, digest, f"{config.env.family.name} {config.seed}", cost)]
 
 
 def _member(mind: str, member: Member, device: str) -> Candidate:
     """A controller of a shipped mind, in an environment like the one it was trained in."""
     about, run, family = member.about, member.about["run"]["config"], member.about["family"]
     previews = PreviewConfig(run["preview_every"], run["preview_steps"]) if run["preview_every"] else None
-    decides = functools.partial(_decides, member.controller, device)
-    return Candidate(Contestant(f"{mind} ({family})", decides, about["episodes"]),
-                     EnvConfig(find_family(family), previews=previews), digest=about["agent sha256"],
-                     seed=f"{family} {run['seed']}")
+    return Candidate(f"{mind} ({family})", functools.partial(_decides, member.controller, device),
+                     about["episodes"], EnvConfig(find_family(family), previews=previews),
+                     digest=about["agent sha256"], seed=f"{family} {run['seed']}")
 
 
 def _decides(controller: Controller, device: str, spec: ActionSpec) -> Learned:
@@ -141,17 +134,17 @@ def run(options: Prove, console: Console) -> int:
                          "split stays closed. Add --rehearsal to compare on validation scenarios")
     env = resolve_env(candidates, options.family, options.device)
     for one in candidates:
-        one.contestant.make(env.spec)  # who cannot act there is refused before anything is tuned
+        one.make(env.spec)  # who cannot act there is refused before anything is tuned
     make_folder(options.out)
     path, page, figures = (options.out / f"{options.name}.{kind}" for kind in ("db", "html", "json"))
     with locked(options.out):
         remove_left("proof", path)
         with contextlib.closing(Store(path)) as store:  # early: a folder that cannot be written is found now
-            _declare(options, env, candidates)
-            most = max(options.episodes, *(c.contestant.episodes for c in candidates), 1)
-            say = _speaker(console)
+            if not options.rehearsal:
+                _declare(options, env, candidates)
+            say, most = _speaker(console), max(options.episodes, *(c.episodes for c in candidates), 1)
             tuned = _tuned(options, env, most, say)
-            proof = prove(env, [c.contestant for c in candidates], tuned, config, store, say, options.jobs)
+            proof = prove(env, candidates, tuned, config, store, say, options.jobs)
     console.print(_table(proof))
     facts = _facts(options, env.family.name, proof)
     console.print(f"{facts['verdict']}: {facts['reason']}")
@@ -165,8 +158,6 @@ def run(options: Prove, console: Console) -> int:
 
 def _declare(options: Prove, env: EnvConfig, candidates: Sequence[Candidate]) -> None:
     """What will be asked, written down before anything is played; it cannot be changed afterwards."""
-    if options.rehearsal:
-        return
     path = options.out / "declaration.json"
     asked = {"family": to_dict(env.family), "controllers": {c.name: c.digest for c in candidates},
              **{name: getattr(options, name) for name in ("effect", "scenarios", "pilot")}}

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
@@ -27,10 +27,9 @@ def make_folder(folder: Path) -> None:
     try:
         str(folder).encode()
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
     except (OSError, UnicodeEncodeError) as error:
         raise EsperError(f"cannot make --out {str(folder)!r}: {error}; choose another folder") from error
-    if not writable:
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise EsperError(f"--out {folder} may not be written; choose another folder")
 
 
@@ -51,18 +50,15 @@ def points(mean: float, low: float, high: float) -> str:
 
 
 def use_plugins(paths: Sequence[Path]) -> None:
-    """Run these Python files: they register families and blueprints. What fails in them is the user's."""
-    _run_plugins(paths)
-    if paths:
-        PREPARATIONS.append(functools.partial(_run_plugins, tuple(paths)))
-
-
-def _run_plugins(paths: Sequence[Path]) -> None:
+    """Run these Python files, in workers too: they register families and blueprints. What fails in them is
+    the user's."""
     for path in paths:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.is_file():
             raise EsperError(f"--plugin {path} is not a Python file")
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    if paths:
+        PREPARATIONS.append(functools.partial(use_plugins, tuple(paths)))
 
 
 def write_description(folder: Path, config: TrainConfig, about: dict[str, Any] | None = None) -> None:
@@ -81,14 +77,8 @@ def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
         return config, {name: body[name] for name in ("made with", "declared")}
 
 
-class Trained(NamedTuple):
-    """The controller of a run that is over."""
-
-    controller: Controller
-    digest: str  # SHA-256 of its file
-
-
-def load_controller(folder: Path, config: TrainConfig, device: str) -> Trained:
+def load_controller(folder: Path, config: TrainConfig, device: str) -> tuple[Controller, str]:
+    """The controller of a run that is over, and the SHA-256 of its file."""
     path, again = folder / CHECKPOINT, f"go on with: esper train --out {folder} --resume"
     if not path.exists():
         raise EsperError(f"the run in {folder} has no controller; {again}")
@@ -100,4 +90,4 @@ def load_controller(folder: Path, config: TrainConfig, device: str) -> Trained:
         raise EsperError(f"the run in {folder} is not over: {done} of {config.rounds} rounds are done; "
                          f"{again}")
     digest = hashlib.sha256(read_bytes(path, "agent")).hexdigest()
-    return Trained(Controller.decode(header, tensors, device, str(path)), digest)
+    return Controller.decode(header, tensors, device, str(path)), digest

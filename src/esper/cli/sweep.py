@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -35,10 +36,9 @@ def run(config: Options, console: Console) -> None:
             progress.update(bar, completed=done, total=total)
 
         sweep = run_sweep(env, table, config.inits, config.rows, config.previews, config.record, watch)
-        effects = _heads(config, env, sweep, watch)
-    outcomes = sweep.outcomes()
-    levels, scenarios = voi.knowledge(outcomes), len(sweep.init)
-    rule = voi.decide(outcomes).rule.describe(sweep.feature_names)
+        effects = _heads(config, env, sweep, watch) if config.heads else {}
+    outcomes, scenarios = sweep.outcomes(), len(sweep.init)
+    levels, rule = voi.knowledge(outcomes), voi.decide(outcomes).rule.describe(sweep.feature_names)
     title = f"{config.family}: {scenarios} scenarios, {len(table)} choices, in points"
     console.print(voi.render(levels, title))
     console.print(_kinds(sweep))
@@ -49,17 +49,15 @@ def run(config: Options, console: Console) -> None:
     seconds = time.perf_counter() - started
     console.print(f"{scenarios * len(table)} episodes in {seconds:.0f} s, {sweep.rollbacks} rollbacks")
     if config.out is not None:
-        _write(config, sweep, levels, rule, effects, seconds)
+        _write(config, config.out, sweep, levels, rule, effects, seconds)
         console.print(f"Written: {config.out}/sweep-{env.family.name}.json")
 
 
 def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any) -> dict[str, voi.HeadEffect]:
     """For the seed that helps most on average: what every other head of it is worth, per kind and horizon."""
-    if not config.heads:
-        return {}
     singles = [i for i, name in enumerate(sweep.names) if name[-2] == "@" and ", then " not in name]
-    best = sweep.names[max(singles, key=lambda i: float(sweep.score[:, i].mean()))]
-    blueprint, slot = best.split(" @")
+    best = max(singles, key=lambda i: float(sweep.score[:, i].mean()))
+    blueprint, slot = sweep.names[best].split(" @")
     effects = {}
     for head, scripts in head_choices(sweep.family, int(slot), blueprint).items():
         runs = run_sweep(env, scripts, config.inits, config.rows, 0, watch=watch)
@@ -81,9 +79,8 @@ def _kinds(sweep: Sweep) -> Table:
     return table
 
 
-def _write(config: Options, sweep: Sweep, levels: list[voi.Level], rule: str,
+def _write(config: Options, out: Path, sweep: Sweep, levels: list[voi.Level], rule: str,
            effects: dict[str, voi.HeadEffect], seconds: float) -> None:
-    assert config.out is not None
     gap, part = voi.gap(levels, voi.VISIBLE, voi.HIDDEN), voi.share(levels)
     summary = {
         "family": config.family, "inits": config.inits, "scenarios": len(sweep.init), "choices": sweep.names,
@@ -94,7 +91,7 @@ def _write(config: Options, sweep: Sweep, levels: list[voi.Level], rule: str,
         "rollbacks": sweep.rollbacks, "rule": rule,
         "heads": {name: {**each.gain._asdict(), "spread": each.spread} for name, each in effects.items()},
         "seconds": seconds, **provenance(config.device, config.commit)}
-    write_json(config.out / f"sweep-{config.family}.json", "sweep", summary)
+    write_json(out / f"sweep-{config.family}.json", "sweep", summary)
     arrays = {name: getattr(sweep, name) for name in ("score", "params", "spent", "features", "init")}
     arrays |= {f"scenarios.{name}": t for name, t in sweep.scenarios.columns().items()}
-    write_state(config.out / f"sweep-{config.family}.safetensors", "sweep", summary, arrays)
+    write_state(out / f"sweep-{config.family}.safetensors", "sweep", summary, arrays)

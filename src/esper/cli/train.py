@@ -19,11 +19,11 @@ from esper.cli.options import Train
 from esper.cli.runs import DESCRIPTION, STORE, load_run, make_folder, use_plugins, write_description
 from esper.karn import panel, summary
 from esper.leyline import EsperError
-from esper.leyline.codec import from_dict, override, to_dict
+from esper.leyline.codec import from_dict, merged, override, to_dict
 from esper.leyline.storage import locked
 from esper.nissa import Store, verify
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
-from esper.tamiyo import Heuristic, Learned
+from esper.tamiyo import Heuristic, Learned, PolicyBundle
 from esper.tolaria import Family, find_family
 
 _SOLVER = {"entropy": [0.1, 0.002], "explore": [0.05, 0.0]}
@@ -42,16 +42,13 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
     preset = options.preset or ("quick" if stored is None else "")
     if preset and preset not in PRESETS:
         raise EsperError(f"no --preset {preset!r}; choose from {', '.join(PRESETS)}")
-    layers: list[dict[str, Any]] = [PRESETS.get(preset, {})]
-    if options.family:
-        layers.append({"env": {"family": to_dict(find_family(options.family)), "spec": False}})
-    if options.config is not None:
-        layers.append(_toml(options.config))
-    given = {name: getattr(options, name) for name in ("rounds", "rows", "seed")}
-    layers.append({name: value for name, value in given.items() if value is not None})
-    if options.device:
-        layers.append({"env": {"device": options.device}})
-    return override(stored or TrainConfig(), functools.reduce(_merged, layers), "the config")
+    layers: list[dict[str, Any]] = [
+        PRESETS.get(preset, {}),
+        {"env": {"family": to_dict(find_family(options.family)), "spec": False}} if options.family else {},
+        {} if options.config is None else _toml(options.config),
+        {name: value for name in ("rounds", "rows", "seed") if (value := getattr(options, name)) is not None},
+        {"env": {"device": options.device}} if options.device else {}]
+    return override(stored or TrainConfig(), functools.reduce(merged, layers), "the config")
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -69,13 +66,6 @@ def _toml(path: Path) -> dict[str, Any]:
     return keys
 
 
-def _merged(base: Any, more: Any) -> Any:
-    """More over base, key by key."""
-    if not (isinstance(base, dict) and isinstance(more, dict)):
-        return more
-    return base | {name: _merged(base.get(name), value) for name, value in more.items()}
-
-
 def run(options: Train, console: Console) -> None:
     use_plugins(options.plugin)
     folder, again = options.out, f"esper train --out {shlex.quote(str(options.out))} --resume"
@@ -87,7 +77,16 @@ def run(options: Train, console: Console) -> None:
         training.sink = stack.enter_context(closing(Store(folder / STORE)))
         asked = stack.enter_context(_interruptible(console))
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
-        training.run(lambda: bool(asked), lambda done: _show(folder, config.rounds, console, live))
+
+        def show(done: int) -> None:
+            state = summary(folder / STORE, config.rounds)
+            assert state is not None
+            if live is None:
+                console.print(state.line())
+            else:
+                live.update(panel(state), refresh=True)
+
+        training.run(lambda: bool(asked), show)
         if training.agent.updates < config.rounds:
             console.print(f"stopped after round {training.agent.updates}; go on with: {again}")
             return
@@ -111,15 +110,6 @@ def _interruptible(console: Console) -> Iterator[list[int]]:
         yield asked
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _show(folder: Path, rounds: int, console: Console, live: Live | None) -> None:
-    state = summary(folder / STORE, rounds)
-    assert state is not None
-    if live is None:
-        console.print(state.line())
-    else:
-        live.update(panel(state), refresh=True)
 
 
 def _created(options: Train, stack: ExitStack) -> Training:
@@ -179,11 +169,11 @@ def _as_before(made_with: dict[str, Any], console: Console) -> None:
 
 def _conclude(training: Training, console: Console) -> None:
     """The last examination beside the heuristic's and no growth's."""
-    rounds = training.config.rounds
-    learned = training.examine("learned", Learned(training.agent.controller, greedy=True), rounds)
-    heuristic = training.examine("heuristic", Heuristic(), rounds)
+    policies: dict[str, PolicyBundle] = {
+        "learned": Learned(training.agent.controller, greedy=True), "heuristic": Heuristic()}
+    gains = {name: training.examine(name, each, training.config.rounds) for name, each in policies.items()}
     training.sink.commit()
-    for name, gain in (("learned", learned), ("heuristic", heuristic)):
+    for name, gain in gains.items():
         error = 196 * float(gain.std()) / len(gain) ** 0.5
         console.print(f"{name:>9}: {100 * float(gain.mean()):+.2f} ± {error:.2f} points above no growth on "
                       f"{len(gain)} validation scenarios")

@@ -13,25 +13,13 @@ from esper.leyline.errors import EsperError
 class LifecycleOp(IntEnum):
     """What a controller may do to a slot, once per epoch."""
 
-    WAIT = 0
-    GERMINATE = 1
-    SET_ALPHA_TARGET = 2
-    PRUNE = 3
-    FOSSILIZE = 4
-    ADVANCE = 5
+    WAIT, GERMINATE, SET_ALPHA_TARGET, PRUNE, FOSSILIZE, ADVANCE = range(6)
 
 
 class Head(IntEnum):
     """The parts of an action."""
 
-    OP = 0
-    SLOT = 1
-    BLUEPRINT = 2
-    STYLE = 3
-    TEMPO = 4
-    ALPHA_TARGET = 5
-    ALPHA_SPEED = 6
-    ALPHA_CURVE = 7
+    OP, SLOT, BLUEPRINT, STYLE, TEMPO, ALPHA_TARGET, ALPHA_SPEED, ALPHA_CURVE = range(8)
 
 
 class Style(IntEnum):
@@ -43,25 +31,12 @@ class Style(IntEnum):
 
 
 class AlphaCurve(IntEnum):
-    LINEAR = 0
-    COSINE = 1
-    SIGMOID_GENTLE = 2
-    SIGMOID = 3
-    SIGMOID_SHARP = 4
+    LINEAR, COSINE, SIGMOID_GENTLE, SIGMOID, SIGMOID_SHARP = range(5)
 
 
 TEMPOS = (3, 5, 8)  # epochs of a seed's first ramp, by index of Head.TEMPO
 ALPHA_TARGETS = (0.5, 0.7, 1.0)
 ALPHA_SPEEDS = (0, 3, 5, 8)  # epochs of a later ramp; 0 is at once
-
-_RELEVANT: Mapping[LifecycleOp, frozenset[Head]] = {
-    LifecycleOp.WAIT: frozenset(),
-    LifecycleOp.GERMINATE: frozenset({Head.SLOT, Head.BLUEPRINT, Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET}),
-    LifecycleOp.SET_ALPHA_TARGET: frozenset(set(Head) - {Head.OP, Head.BLUEPRINT, Head.TEMPO}),
-    LifecycleOp.PRUNE: frozenset({Head.SLOT, Head.ALPHA_SPEED, Head.ALPHA_CURVE}),
-    LifecycleOp.FOSSILIZE: frozenset({Head.SLOT}),
-    LifecycleOp.ADVANCE: frozenset({Head.SLOT}),
-}
 
 
 def relevance_table(rows: Mapping[LifecycleOp, frozenset[Head]]) -> npt.NDArray[np.bool_]:
@@ -76,13 +51,15 @@ def relevance_table(rows: Mapping[LifecycleOp, frozenset[Head]]) -> npt.NDArray[
     return table
 
 
-RELEVANCE = relevance_table(_RELEVANT)
+RELEVANCE = relevance_table({
+    LifecycleOp.WAIT: frozenset(),
+    LifecycleOp.GERMINATE: frozenset({Head.SLOT, Head.BLUEPRINT, Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET}),
+    LifecycleOp.SET_ALPHA_TARGET: frozenset(set(Head) - {Head.OP, Head.BLUEPRINT, Head.TEMPO}),
+    LifecycleOp.PRUNE: frozenset({Head.SLOT, Head.ALPHA_SPEED, Head.ALPHA_CURVE}),
+    LifecycleOp.FOSSILIZE: frozenset({Head.SLOT}),
+    LifecycleOp.ADVANCE: frozenset({Head.SLOT})})
 """RELEVANCE[op, head]: does this head's choice have any effect under this op?"""
-
-_DEFAULTS: Mapping[Head, int] = {
-    Head.OP: LifecycleOp.WAIT, Head.SLOT: 0, Head.BLUEPRINT: 0, Head.STYLE: Style.ADD,
-    Head.TEMPO: TEMPOS.index(3), Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0),
-    Head.ALPHA_SPEED: ALPHA_SPEEDS.index(0), Head.ALPHA_CURVE: AlphaCurve.LINEAR}
+_DEFAULTS = dict.fromkeys(Head, 0) | {Head.ALPHA_TARGET: ALPHA_TARGETS.index(1.0)}  # else the first
 
 
 @dataclass(frozen=True)
@@ -94,19 +71,17 @@ class ActionSpec:
     heads: tuple[Head, ...] = tuple(Head)
     ops: tuple[LifecycleOp, ...] = tuple(LifecycleOp)
     auto_advance: bool = False  # TRAINING seeds blend as soon as their gate passes, without an ADVANCE
-    defaults: Mapping[Head, int] = field(default_factory=dict)
-    """Indices of heads that are not chosen; heads left out here take Esper's own."""
+    defaults: Mapping[Head, int] = field(default_factory=dict)  # of heads not chosen, over Esper's own
     pairs: tuple[tuple[LifecycleOp, Head], ...] = field(init=False, repr=False, compare=False)
     """(op, head) for every value that an op lets a controller choose behind the slot, in drawing order."""
-    head_sizes: Mapping[Head, int] = field(init=False, repr=False, compare=False)
-    """Number of choices of every head of the full action, chosen by this spec or not."""
+    head_sizes: Mapping[Head, int] = field(init=False, repr=False, compare=False)  # of all heads there are
 
     def __post_init__(self) -> None:
         behind = set(self.heads) - {Head.OP, Head.SLOT}
         order = sorted(behind, key=lambda head: (head is not Head.ALPHA_SPEED, head))
         vars(self).update(
             defaults={head: int(index) for head, index in {**_DEFAULTS, **self.defaults}.items()},
-            pairs=tuple((op, head) for op in self.ops for head in order if head in _RELEVANT[op]),
+            pairs=tuple((op, head) for op in self.ops for head in order if RELEVANCE[op, head]),
             head_sizes={head: len(choices) for head, choices in self.choices.items()})
         if Head.OP not in self.heads or LifecycleOp.WAIT not in self.ops:
             raise EsperError("an ActionSpec needs the op head and the WAIT op; add them to heads and ops")

@@ -1,15 +1,13 @@
-"""Configs as plain data and back: one codec for headers, descriptions, traces and files of settings.
-
-A config is a frozen dataclass or NamedTuple; its plain form, what JSON and TOML say: tables, lists, names of
-enum members. Reading follows the type hints, and whatever is wrong is one sentence that names the place.
-"""
+"""Configs (dataclasses, NamedTuples) as what JSON and TOML say, and back: by type hints, in one sentence if
+something is wrong. One codec for headers, descriptions, traces and files of settings."""
 
 import functools
+import inspect
 import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -40,15 +38,16 @@ def from_dict(kind: type[T], data: Any, where: str, complete: bool = True) -> T:
 
 def override(config: T, keys: Any, where: str) -> T:
     """A config with some keys changed, tables of keys inside it too; false takes an optional part away."""
-    return from_dict(type(config), _merged(to_dict(config), keys), where, complete=False)
+    return from_dict(type(config), merged(to_dict(config), keys, away=True), where, complete=False)
 
 
-def _merged(base: Any, keys: Any) -> Any:
-    if keys is False and (base is None or isinstance(base, dict)):  # also where it was taken away before
+def merged(base: Any, keys: Any, away: bool = False) -> Any:
+    """Keys over base, table by table; with `away`, false takes a table away, if it was not already."""
+    if away and keys is False and (base is None or isinstance(base, dict)):
         return None
     if not (isinstance(base, dict) and isinstance(keys, dict)):
         return keys
-    return base | {name: _merged(base.get(name), value) for name, value in keys.items()}
+    return base | {name: merged(base.get(name), value, away) for name, value in keys.items()}
 
 
 _hints = functools.cache(typing.get_type_hints)
@@ -57,21 +56,20 @@ _hints = functools.cache(typing.get_type_hints)
 @functools.cache
 def _fields(kind: type) -> dict[str, bool]:
     """name -> must it be given? Of everything that the constructor takes."""
-    if not is_dataclass(kind):
-        defaults = getattr(kind, "_field_defaults", {})
-        return {name: name not in defaults for name in kind._fields}  # type: ignore[attr-defined]
-    return {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind) if f.init}
+    return {name: each.default is each.empty for name, each in inspect.signature(kind).parameters.items()}
 
 
 def _decode(kind: Any, data: Any, where: str, complete: bool) -> Any:
-    origin = typing.get_origin(kind)
-    inner = typing.get_args(kind)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         _check(data is not None or type(None) in inner, where, data, "a value")
         (kept,) = (each for each in inner if each is not type(None))
         return None if data is None else _decode(kept, data, where, complete)
     if origin in (tuple, list):
-        return origin(_items((inner[0], ...) if origin is list else inner, data, where, complete))
+        _check(isinstance(data, (list, tuple)), where, data, "a list")
+        kinds = inner[:1] * len(data) if origin is list or inner[1:] == (...,) else inner
+        _check(len(data) == len(kinds), where, data, f"{len(kinds)} values")
+        return origin(_decode(each, data[n], f"{where}, {n}", complete) for n, each in enumerate(kinds))
     if origin in (Mapping, dict):
         _check(isinstance(data, dict), where, data, "a table")
         return {_decode(inner[0], key, where, complete): _decode(inner[1], each, f"{where}: {key}", complete)
@@ -107,14 +105,6 @@ def _table(kind: Any, data: Any, where: str, complete: bool) -> Any:
         data = {name: value for name, value in data.items() if value is not None or known[name]}
     return kind(**{name: _decode(_hints(kind)[name], value, f"{where}: {name}", complete)
                    for name, value in data.items()})
-
-
-def _items(kinds: tuple[Any, ...], data: Any, where: str, complete: bool) -> list[Any]:
-    _check(isinstance(data, (list, tuple)), where, data, "a list")
-    kinds = kinds[:1] * len(data) if kinds[1:] == (...,) else kinds
-    _check(len(data) == len(kinds), where, data, f"{len(kinds)} values")
-    return [_decode(kind, each, f"{where}, {n}", complete)
-            for n, (kind, each) in enumerate(zip(kinds, data, strict=True))]
 
 
 def _check(right: bool, where: str, data: Any, expected: str) -> None:

@@ -15,21 +15,10 @@ _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 class Purpose(IntEnum):
     """What a scenario's key is mixed with: two purposes never share their draws."""
 
-    WEIGHTS = 0
-    SCENARIO = 1
-    SWEEP_RATE = 5
-    ACTION = 7
-    SUBSET = 10
-    LABEL = 11
-    SHIFT = 12
-    NOISE = 13
-    SHUFFLE = 14
-    ORDER = 15
-    AUGMENT = 16
-    DROPOUT = 17
-    LUCK = 20
-    SHUFFLED_DECISIONS = 21
-    SWEEP = 99
+    WEIGHTS, SCENARIO = 0, 1
+    SWEEP_RATE, SWEEP = 5, 99
+    ACTION, LUCK, SHUFFLED_DECISIONS = 7, 20, 21
+    SUBSET, LABEL, SHIFT, NOISE, SHUFFLE, ORDER, AUGMENT, DROPOUT = range(10, 18)
 
 
 def _shift(value: Tensor, bits: int) -> Tensor:

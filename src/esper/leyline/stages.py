@@ -28,8 +28,7 @@ TRANSITIONS: Mapping[SeedStage, frozenset[SeedStage]] = {
     SeedStage.FOSSILIZED: frozenset(),
     SeedStage.PRUNED: frozenset({SeedStage.EMBARGOED}),
     SeedStage.EMBARGOED: frozenset({SeedStage.RESETTING}),
-    SeedStage.RESETTING: frozenset({SeedStage.DORMANT}),
-}
+    SeedStage.RESETTING: frozenset({SeedStage.DORMANT})}
 
 
 def check_transitions(table: Mapping[SeedStage, Iterable[SeedStage]]) -> None:

@@ -1,7 +1,5 @@
-"""Files that Esper writes: they appear whole or not at all, with a digest of all they hold. Never pickle.
-
-Tensors go into safetensors with a JSON header of a stated kind and schema; the digest is over both.
-"""
+"""Files that Esper writes: they appear whole or not at all, with a digest of all they hold. Never pickle:
+JSON, or safetensors with a JSON header, of a stated kind and schema."""
 
 import fcntl
 import hashlib
@@ -25,19 +23,15 @@ SCHEMA = 2
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:
     """A reader sees the old file or the whole new one. A failure leaves what was there, and nothing else."""
-    path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
+    path, data = Path(path), content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     if not path.parent.is_dir():
         raise StateFormatError(f"cannot write {path}: its folder does not exist")
     try:
         _remove_leftovers(path)
-        with _synced(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as file:
-            while data:
-                data = data[os.write(file, data) :]
+        _sync(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, data)
         os.replace(temporary, path)
-        with _synced(path.parent, os.O_RDONLY):  # the folder's own entry of the new file
-            pass
+        _sync(path.parent, os.O_RDONLY)  # the folder's own entry of the new file
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
@@ -45,12 +39,12 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         raise EsperError(f"cannot write {path}: {error.strerror}; {advice}") from error
 
 
-@contextmanager
-def _synced(path: Path, flags: int) -> Iterator[int]:
-    """An open file or folder that is on the disk when this ends."""
+def _sync(path: Path, flags: int, data: bytes = b"") -> None:
+    """A file with this data, or a folder, is on the disk when this ends."""
     handle = os.open(path, flags, 0o666)
     try:
-        yield handle
+        while data:
+            data = data[os.write(handle, data) :]
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -148,8 +142,7 @@ def _verified(path: str | Path, kind: str, body: Any, tensors: Mapping[str, Tens
     if not isinstance(body, dict) or "kind" not in body:
         raise StateFormatError(f"{path} is no {kind} of schema {SCHEMA}; "
                                "if Esper 0.1 wrote it, make it anew or use 0.1")
-    found = body.pop("sha256", None)
-    if found != _digest(body, tensors):
+    if body.pop("sha256", None) != _digest(body, tensors):
         raise StateFormatError(f"{path} does not match its checksum: it was damaged or edited; "
                                "put back the original")
     if body["kind"] != kind or body.get("schema") != SCHEMA:

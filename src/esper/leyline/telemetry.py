@@ -51,12 +51,10 @@ UPDATE_METRICS: Mapping[str, UpdateMetric] = {
     "steps": UpdateMetric("sum", "optimiser steps taken", low=0, whole=True),
     "skipped": UpdateMetric("sum", "steps left out for a non-finite gradient", low=0, whole=True),
     "stopped_early": UpdateMetric("last", "the joint KL passed its limit", low=0, whole=True),
-    "learning_rate": UpdateMetric("last", "of this update", low=0),
-}
+    "learning_rate": UpdateMetric("last", "of this update", low=0)}
 HEAD_METRICS: Mapping[str, UpdateMetric] = {
     "entropy": UpdateMetric(
         "last", "conditional entropy of the head while acting, as a share of its most", "", 0, 1.0001),
     "grad_norm": UpdateMetric("mean", "gradient norm of the head's own weights", low=0),
-    "learnable": UpdateMetric("last", "share of steps at which the head mattered and had a choice", "", 0, 1),
-}
+    "learnable": UpdateMetric("last", "share of steps at which the head mattered and had a choice", "", 0, 1)}
 """Of every head of the action."""
