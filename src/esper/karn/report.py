@@ -331,10 +331,10 @@ def _costs(evidence: Evidence) -> str:
     tuned = [row for row in evidence.arms
              if row["arm"] != LEARNED and row["controller"] == POOLED and row["episodes"]]
     total = {name: sum(row[name] or 0 for row in rows) for name in names if all(name in row for row in rows)}
-    return (_note("What was spent beforehand, and what one use costs, in trainings of the bare host. "
-                  "Host-epochs are those of episodes and their twins; previews and examinations are not "
-                  "counted in them.")
-            + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned]))
+    note = _note("What was spent beforehand, and what one use costs, in trainings of the bare host. "
+                 "Host-epochs are those of episodes and their twins; previews and examinations are not "
+                 "counted in them.")
+    return note + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned])
 
 
 SPLITS: Mapping[str, Split] = {
