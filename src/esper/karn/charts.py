@@ -39,8 +39,8 @@ def block(x: float, y: float, width: float, height: float, class_: str, title: s
 
 def drawing(height: float, marks: Iterable[str], left: float = 0) -> str:
     """`left`: pixels for what stands before 0 %."""
-    inner = tag("svg", *marks, width="100%", height=f"{height:.0f}")
-    return tag("div", inner, class_="plot", style=f"padding-left:{left:.0f}px")
+    return tag("div", tag("svg", *marks, width="100%", height=f"{height:.0f}"), class_="plot",
+               style=f"padding-left:{left:.0f}px")
 
 
 def ticks(values: Iterable[float]) -> list[float]:
@@ -168,21 +168,16 @@ def curves(lines: Mapping[str, tuple[str, Sequence[Estimate]]], x_title: str, y_
                 (y + side * (half or 0) for _, y, half in points for side in (-1, 1)))
     for name, (class_, line) in lines.items():
         for known, part in itertools.groupby(line, key=lambda point: point[2] is not None):
-            if known:
-                _band(plot, [(x, y, half or 0) for x, y, half in part], class_)
+            ends = [((x, y + (half or 0)), (x, y - (half or 0))) for x, y, half in part]
+            upper, lower = zip(*ends, strict=True)
+            if known and len(ends) == 1:  # a single interval is a stroke, neighbours share a band
+                plot.marks.append(rule(*plot.at(*upper[0]), *plot.at(*lower[0]), class_))
+            elif known:
+                plot.shape([*upper, *reversed(lower)], class_, "polygon")
         plot.shape([(x, y) for x, y, _ in line], class_)
         for x, y, half in line if len(line) <= 40 else ():
             plot.dot(x, y, class_, f"{name}, {x:g}: {y:.2f}" + ("" if half is None else f" ± {half:.2f}"))
     return plot.svg(x_title, y_title)
-
-
-def _band(plot: Plot, line: Sequence[tuple[float, float, float]], class_: str) -> None:
-    """Between the ends of intervals; a single one is a stroke."""
-    upper, lower = ([(x, y + side * half) for x, y, half in line] for side in (1, -1))
-    if len(line) == 1:
-        plot.marks.append(rule(*plot.at(*upper[0]), *plot.at(*lower[0]), class_))
-    else:
-        plot.shape([*upper, *reversed(lower)], class_, "polygon")
 
 
 def heat(counts: Mapping[tuple[str, int], int], rows: Sequence[str], columns: Sequence[int], full: float,
@@ -200,11 +195,11 @@ def heat(counts: Mapping[tuple[str, int], int], rows: Sequence[str], columns: Se
     return drawing(18 * len(rows), marks, left)
 
 
-def histogram(bars: Sequence[tuple[float, float]], full: float, left: float, x_title: str) -> str:
-    """(part, whole) by number from 0; `full` is as high as the chart."""
+def histogram(bars: Sequence[tuple[float, float]], full: float, left: float) -> str:
+    """(part, whole) by epoch from 0; `full` is as high as the chart."""
     height, width = 60, 100 / max(len(bars), 1)
     marks = [rule(0, height, 100, height, "axis"), words(f"{full:.2g}", 0, 8, "end", "dim", -6),
-             words(x_title, 0, height + 13, "end", "dim", -6)]
+             words("epoch", 0, height + 13, "end", "dim", -6)]
     for number, values in enumerate(bars):
         for value, class_ in zip(values, ("c1", "c1 pale"), strict=True):
             if value:

@@ -1,6 +1,6 @@
 """The life of a population as one self-contained SVG: a row per host, a column per epoch, a band per slot."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -32,7 +32,6 @@ def growth_svg(frames: Sequence[Frame], blueprints: Sequence[str], title: str, n
     pitch, left = slots * _BAND + _GAP, _MARGIN + round(_LETTER * max(map(len, names)))
     right, height = left + len(frames) * _CELL, _TOP + rows * pitch + 40
     width = max(right + 150, _MARGIN + round(_LETTER * len(_EXPLAINED)))
-    shown = [b for b in range(len(blueprints)) if any(bool((f.blueprint == b).any()) for f in frames)]
     parts = [_box(0, 0, width, height, fill="#ffffff"),
              _words(title, _MARGIN, 26, font_size=16, font_weight=600),
              _words(_EXPLAINED.format(slots=slots), _MARGIN, 46, fill=_DIM),
@@ -45,7 +44,8 @@ def growth_svg(frames: Sequence[Frame], blueprints: Sequence[str], title: str, n
         parts.append(_box(left, y, right - left, slots * _BAND, fill=_EMPTY))
     for epoch, frame in enumerate(frames):
         parts += _bars(frame, left + epoch * _CELL, pitch)
-    parts += _legend(shown, blueprints, right + 12)
+    shown = {b: name for b, name in enumerate(blueprints) if any((f.blueprint == b).any() for f in frames)}
+    parts += _legend(shown, right + 12)
     return tag("svg", "\n", "\n".join(parts), "\n", xmlns="http://www.w3.org/2000/svg",
                viewBox=f"0 0 {width} {height}", width=width, height=height,
                font_family="system-ui, sans-serif", font_size=12, fill=_INK) + "\n"
@@ -74,12 +74,11 @@ def _bars(frame: Frame, x: int, pitch: int) -> list[str]:
     return bars
 
 
-def _legend(shown: Sequence[int], blueprints: Sequence[str], x: int) -> list[str]:
-    lines = []
-    for y, blueprint in enumerate(shown):
-        lines += [_box(x, _TOP + 20 * y, 14, 12, fill=_COLOURS[blueprint % len(_COLOURS)]),
-                  _words(blueprints[blueprint], x + 22, _TOP + 20 * y + 10)]
-    y = _TOP + 20 * len(shown) + 12
-    return [*lines, _box(x + 0.5, y + 3, 14, 5, fill="none", stroke=_DIM),
-            _words("incubating", x + 22, y + 10), _box(x, y + 28, 14, 2, fill=_INK),
-            _words("fossilized", x + 22, y + 34)]
+def _legend(shown: Mapping[int, str], x: int) -> list[str]:
+    lines, y = [], _TOP
+    for blueprint, name in shown.items():
+        lines += [_box(x, y, 14, 12, fill=_COLOURS[blueprint % len(_COLOURS)]), _words(name, x + 22, y + 10)]
+        y += 20
+    return [*lines, _box(x + 0.5, y + 15, 14, 5, fill="none", stroke=_DIM),
+            _words("incubating", x + 22, y + 22), _box(x, y + 40, 14, 2, fill=_INK),
+            _words("fossilized", x + 22, y + 46)]

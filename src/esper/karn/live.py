@@ -65,12 +65,12 @@ def summary(path: Path, planned: int) -> Summary | None:
     moves = dict(read(path, "SELECT target, count(*) FROM move WHERE round = ? GROUP BY target", last))
     troubles = read(path, "SELECT kind || ' ' || place FROM anomaly WHERE round = ?", last)
     return Summary(
-        rounds=last + 1, planned=planned, rate=epochs / max(seconds, 1e-9),
-        left=(planned - last - 1) * seconds, utility=utility, interval=None if error is None else Z95 * error,
-        exam=exam, ops={op: count / sum(ops.values()) for op, count in ops.items()},
-        funnel={stage: moves.get(stage, 0) for stage in FUNNEL},
+        rounds=last + 1, planned=planned, rate=epochs / max(seconds, 1e-9), exam=exam, utility=utility,
+        left=(planned - last - 1) * seconds, interval=None if error is None else Z95 * error,
+        ops={op: count / sum(ops.values()) for op, count in ops.items()},
         entropies=dict(read(path, "SELECT head, entropy FROM head WHERE round = ?", last)),
-        anomalies=[trouble for (trouble,) in troubles], curve=[row[3] for row in rows])
+        funnel={stage: moves.get(stage, 0) for stage in FUNNEL}, curve=[row[3] for row in rows],
+        anomalies=[trouble for (trouble,) in troubles])
 
 
 def bar(share: float, width: int = BAR) -> str:

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from esper.karn import charts
 from esper.karn.charts import Z95, tag
-from esper.karn.page import PAGE, STYLE
 from esper.leyline import EsperError
 from esper.leyline.storage import atomic_write
 from esper.nissa import TABLES, read
@@ -30,6 +31,8 @@ VERDICTS = {"holds": ("Proof", "The proof holds", _OPENED), "fails": ("Proof", "
 ASKED = {"beats": "beats", "matches": "matches", "half": "half of the way between", "reported": "beside"}
 FATES = {"FOSSILIZE": "kept", "PRUNE": "pruned"}
 Row = dict[str, Any]
+Split = Callable[[str, float], tuple[Any, ...]]  # hidden type, price -> the part that an episode belongs to
+Column = tuple[str, str, Callable[..., str]]  # "table.column" of what it shows of the store, heading, how
 
 
 class Seed(NamedTuple):
@@ -46,11 +49,11 @@ class Seed(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The training of a controller, and what it cost, by column of `round`."""
+    """The training of a controller."""
 
     rounds: list[charts.Estimate]
     exams: list[charts.Estimate]
-    cost: Row
+    cost: Row  # by column of `round`
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,9 @@ def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, obje
                 for number, title in enumerate(shown)]
     links = [tag("a", title, href=f"#s{number}") for number, title in enumerate(shown)]
     what, head = _head(facts)
-    atomic_write(out, PAGE.format(title=escape(f"{what}: {facts.get('family', store.name)}"), style=STYLE,
-                                  head=head, links="".join(links), body="\n".join(sections)))
+    title, page = escape(f"{what}: {facts.get('family', store.name)}"), files(__package__) / "page.html"
+    atomic_write(out, Template(page.read_text("utf-8")).substitute(
+        title=title, head=head, links="".join(links), body="\n".join(sections)))
 
 
 def seeds_of(store: Path) -> list[Seed]:
@@ -129,53 +133,43 @@ def _run(path: Path) -> Run | str:
         return str(error)
 
 
-class Column(NamedTuple):
-    """Of a table on the page: what it shows of the store, as "table.column", and how."""
-
-    names: str
-    heading: str
-    show: Callable[..., str]
-
-
 def _points(*values: float) -> str:
     return " … ".join(f"{100 * value:+.2f}" for value in values)
 
 
 _count, _share = "{:,.0f}".format, "{:.2f}".format
-ARMS = (
-    Column("summary.arm", "arm", lambda arm: tag("b" if arm == LEARNED else "span", escape(arm))),
-    Column("summary.gain", "gain above no growth, points", _points),
-    Column("summary.low summary.high", "95 % interval", _points),
-    Column("summary.middle", "interquartile mean, points", _points),
-    Column("summary.score", "accuracy, %", lambda score: f"{100 * score:.1f}"),
-    Column("summary.params", "grown parameters", _count),
-    Column("summary.flops", "FLOPs, host trainings", _share),
-    Column("summary.episodes", "episodes tuned or trained", _count))
-CLAIMS = (
-    Column("claim.asked", "asked", escape), Column("claim.control", "control", escape),
-    Column("claim.n", "n", _count), Column("claim.difference", "difference, points", _points),
-    Column("claim.low claim.high", "95 % interval", _points),
-    Column("claim.improvement", "probability of improvement", _share),
-    Column("claim.needed", "scenarios needed", _count),
-    Column("claim.verdict", "verdict", lambda verdict: tag("span", escape(verdict), class_=verdict)),
-    Column("claim.reason", "reason", escape))
-COSTS = (
-    Column("summary.arm", "who", escape), Column("round.round", "rounds", _count),
-    Column("round.host_epochs", "host-epochs of training", _count),
-    Column("round.seconds", "seconds of training", _count),
-    Column("summary.episodes", "episodes tuned or trained", _count),
-    Column("summary.flops", "FLOPs of one use", _share))
+_EPISODES: Column = "summary.episodes", "episodes tuned or trained", _count
+ARMS: tuple[Column, ...] = (
+    ("summary.arm", "arm", lambda arm: tag("b" if arm == LEARNED else "span", escape(arm))),
+    ("summary.gain", "gain above no growth, points", _points),
+    ("summary.low summary.high", "95 % interval", _points),
+    ("summary.middle", "interquartile mean, points", _points),
+    ("summary.score", "accuracy, %", lambda score: f"{100 * score:.1f}"),
+    ("summary.params", "grown parameters", _count), ("summary.flops", "FLOPs, host trainings", _share),
+    _EPISODES)
+CLAIMS: tuple[Column, ...] = (
+    ("claim.asked", "asked", escape), ("claim.control", "control", escape), ("claim.n", "n", _count),
+    ("claim.difference", "difference, points", _points), ("claim.low claim.high", "95 % interval", _points),
+    ("claim.improvement", "probability of improvement", _share),
+    ("claim.needed", "scenarios needed", _count),
+    ("claim.verdict", "verdict", lambda verdict: tag("span", escape(verdict), class_=verdict)),
+    ("claim.reason", "reason", escape))
+COSTS: tuple[Column, ...] = (
+    ("summary.arm", "who", escape), ("round.round", "rounds", _count),
+    ("round.host_epochs", "host-epochs of training", _count),
+    ("round.seconds", "seconds of training", _count), _EPISODES,
+    ("summary.flops", "FLOPs of one use", _share))
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     head, body = [], [""] * len(rows)
-    for column in columns:
-        (table, first), *others = (name.split(".") for name in column.names.split())
-        metric, names = TABLES[table][first], [first, *(name for _, name in others)]
+    for shown, heading, show in columns:
+        (table, *_), names = zip(*(name.split(".") for name in shown.split()), strict=True)
+        metric = TABLES[table][names[0]]
         side, unit = "" if metric.kind == "TEXT" else "n", f" [{metric.unit}]" if metric.unit else ""
-        head.append(tag("th", escape(column.heading), class_=side, title=metric.help + unit))
+        head.append(tag("th", escape(heading), class_=side, title=metric.help + unit))
         for place, values in enumerate([row.get(name) for name in names] for row in rows):
-            body[place] += tag("td", "" if None in values else column.show(*values), class_=side)
+            body[place] += tag("td", "" if None in values else show(*values), class_=side)
     table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *(tag("tr", cells) for cells in body)))
     return tag("div", table, class_="wide")
 
@@ -229,21 +223,20 @@ def _claims(evidence: Evidence) -> str:
     folds = ""
     for name in evidence.colours:
         rows = sorted((row for row in evidence.claims if row["controller"] == name), key=_order)
-        counts = Counter(row["verdict"] for row in rows)
-        about = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+        about = ", ".join(f"{n} {verdict}" for verdict, n in Counter(row["verdict"] for row in rows).items())
         folds += _fold(name, f": {about}", _table(CLAIMS, rows))
     return folds
 
 
 def _forest(evidence: Evidence) -> str:
-    claims: dict[tuple[str, str], list[Row]] = {}
+    claims: dict[str, list[Row]] = {}
     for name, row in itertools.product(evidence.colours, evidence.claims):
         if row["controller"] == name:
-            claims.setdefault((row["asked"], row["control"]), []).append(row)
+            claims.setdefault(f"{ASKED[row['asked']]} {row['control']}", []).append(row)
     groups = {}
-    for rows in sorted(claims.values(), key=lambda rows: _order(rows[0])):
+    for label, rows in sorted(claims.items(), key=lambda item: _order(item[1][0])):
         spans = [_span(row, evidence.colours) for row in rows if row["difference"] is not None]
-        groups[f"{ASKED[rows[0]['asked']]} {rows[0]['control']}{'' if spans else ': no evidence'}"] = spans
+        groups[label if spans else f"{label}: no evidence"] = spans
     note = _note("Utility of the controller less the control's on the same scenarios, with 95 % intervals. "
                  "Hollow: the claim fails or is refused.")
     return note + _legend(evidence.colours) + charts.forest(groups, "points")
@@ -280,7 +273,7 @@ def _grown(evidence: Evidence) -> str:
 
 
 def _panels(seeds: Sequence[Seed], played: Sequence[tuple[str, str, str, float, int]],
-            axes: tuple[list[str], list[int]], split: Callable[[str, float], tuple[Any, ...]]) -> str:
+            axes: tuple[list[str], list[int]], split: Split) -> str:
     """A heatmap and a histogram for every part of a split."""
     episodes: Counter[tuple[Any, ...]] = Counter()
     for _, _, kind, price, n in played:
@@ -299,15 +292,13 @@ def _panels(seeds: Sequence[Seed], played: Sequence[tuple[str, str, str, float, 
         bars = [(late[part, epoch] / n, soon[part, epoch] / n) for epoch in epochs]
         title = ", ".join(each if isinstance(each, str) else f"price {1e5 * each:g}" for each in part)
         note = _note(f"{n} episodes, {sum(counts.values())} kept")
-        heat = charts.heat(counts, *axes, strongest * n, left)
-        panels.append(tag("div", tag("h4", escape(title)), note, heat,
-                          charts.histogram(bars, tallest, left, "epoch")))
+        drawn = charts.heat(counts, *axes, strongest * n, left), charts.histogram(bars, tallest, left)
+        panels.append(tag("div", tag("h4", escape(title)), note, *drawn))
     return tag("div", *panels, class_="grid")
 
 
 def _funnel(evidence: Evidence) -> str:
-    fates = Counter((seed.arm, seed.controller, seed.fate) for seed in evidence.seeds)
-    rows = []
+    fates, rows = Counter((seed.arm, seed.controller, seed.fate) for seed in evidence.seeds), []
     for arm, controller in sorted({key[:2] for key in fates}, key=lambda key: (key[0] != LEARNED, key)):
         counts = {fate: fates[arm, controller, fate] for fate in (*FATES.values(), "unfinished")}
         episodes = sum(n for who, what, *_, n in evidence.episodes if (what, who) == (arm, controller))
@@ -320,35 +311,33 @@ def _funnel(evidence: Evidence) -> str:
 
 def _learning(evidence: Evidence) -> str:
     known = {name: run for name, run in evidence.runs.items() if isinstance(run, Run)}
-    notes = [_note(f"{name}: {run}") for name, run in evidence.runs.items() if isinstance(run, str)]
+    notes = "".join(_note(f"{name}: {run}") for name, run in evidence.runs.items() if isinstance(run, str))
     if not known:
-        notes.append(_note("Without run stores nothing is known of how the controllers were trained."))
-        return "".join(notes)
+        return notes + _note("Without run stores nothing is known of how the controllers were trained.")
     colours = {name: evidence.colours[name] for name in known}
     titles = {"rounds": "utility of a round, points", "exams": "mean utility of an examination, points"}
     plots = [charts.curves({name: (colours[name], getattr(run, what)) for name, run in known.items()},
                            "rounds", title) for what, title in titles.items()]
-    return ("".join(notes) + _note("With 95 % intervals, where more than one episode tells of them.")
-            + _legend(colours) + tag("div", *plots, class_="pair"))
+    notes += _note("With 95 % intervals, where more than one episode tells of them.")
+    return notes + _legend(colours) + tag("div", *plots, class_="pair")
 
 
 def _costs(evidence: Evidence) -> str:
     names = ("round", "host_epochs", "seconds", "episodes")
-    learned = [row for row in evidence.arms if row["arm"] == LEARNED and row["controller"] != POOLED]
-    tuned = [row for row in evidence.arms
-             if row["arm"] != LEARNED and row["controller"] == POOLED and row["episodes"]]
     runs = {name: {key: run.cost[key] for key in names[:3]}
             for name, run in evidence.runs.items() if isinstance(run, Run)}
     rows = [row | {"arm": f"{LEARNED} ({row['controller']})"} | runs.get(row["controller"], {})
-            for row in learned]
+            for row in evidence.arms if row["arm"] == LEARNED and row["controller"] != POOLED]
+    tuned = [row for row in evidence.arms
+             if row["arm"] != LEARNED and row["controller"] == POOLED and row["episodes"]]
     total = {name: sum(row[name] or 0 for row in rows) for name in names if all(name in row for row in rows)}
-    return (_note("What was spent beforehand, and what one use costs, in trainings of the bare host. "
-                  "Host-epochs are those of episodes and their twins; previews and examinations are not "
-                  "counted in them.")
-            + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned]))
+    note = _note("What was spent beforehand, and what one use costs, in trainings of the bare host. "
+                 "Host-epochs are those of episodes and their twins; previews and examinations are not "
+                 "counted in them.")
+    return note + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned])
 
 
-SPLITS: Mapping[str, Callable[[str, float], tuple[Any, ...]]] = {
+SPLITS: Mapping[str, Split] = {
     "By hidden type": lambda kind, price: (kind,),
     "By price, in points per 1,000 parameters": lambda kind, price: (price,),
     "By hidden type and price": lambda kind, price: (kind, price)}

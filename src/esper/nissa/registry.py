@@ -101,7 +101,9 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
         "scope": _text('"round 7": its rows in all tables; "all": every row', key=True),
         "digest": _text("SHA-256 of those rows, which `verify` computes again")}}
 """table -> column -> metric."""
+KEYS = {table: [name for name, metric in columns.items() if metric.key] for table, columns in TABLES.items()}
+"""table -> the columns that name a row."""
 CREATE = {table: "CREATE TABLE {} ({}, PRIMARY KEY ({})) WITHOUT ROWID".format(
     table, ", ".join(f'"{name}" {metric.kind}' for name, metric in columns.items()),
-    ", ".join(name for name, metric in columns.items() if metric.key)) for table, columns in TABLES.items()}
+    ", ".join(KEYS[table])) for table, columns in TABLES.items()}
 """table -> the statement that makes it, as SQLite keeps it."""

@@ -23,7 +23,7 @@ from esper.simic.proof.processes import in_processes, silent
 from esper.simic.proof.sweep import conditions, observe_early
 from esper.simic.proof.value_of_information import Rule
 from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
-from esper.tolaria import Episodes, Family, Scenarios, batches
+from esper.tolaria import Episodes, Family, Scenarios, utility
 
 LEVELS = ("best fixed", "best per visible condition", "oracle")  # plans, by what they know
 PLANS = "plans"
@@ -104,9 +104,9 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
     parts = in_processes(jobs, calls) if jobs > 1 else ((name, call()) for name, call in calls.items())
     for number, (name, done) in enumerate(parts, 1):
         if name == PLANS:
-            plans = {part: getattr(done, part) for part in ("fixed", "visible", "oracle", "rule", "choices")}
-            tuned = replace(tuned, preview_steps=preview_steps, **plans)
-            used = dict.fromkeys((*LEVELS, "best rule"), done.episodes)
+            found = done._asdict()
+            used = dict.fromkeys((*LEVELS, "best rule"), found.pop("episodes"))
+            tuned = replace(tuned, preview_steps=preview_steps, **found)
         else:
             tuned, used = replace(tuned, triggers=tuned.triggers | {name: done[0]}), {name: done[1]}
         tuned = replace(tuned, episodes=tuned.episodes | used)
@@ -126,20 +126,17 @@ def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
 def _tune_trigger(evaluator: Evaluator, name: str, episodes: int, rows: int, watch: Watch,
                   known: tuple[TriggerConfig, int] | None) -> tuple[TriggerConfig, int]:
     """Continues on other scenarios if the best of so many earlier episodes is known."""
-    family, candidates = evaluator.family, trigger_candidates(evaluator.family, name)
+    candidates, done = trigger_candidates(evaluator.family, name), 0
     place, before = (candidates.index(known[0]), known[1]) if known and known[0] in candidates else (None, 0)
-    done = before
 
     def play(jobs: Tensor) -> Tensor:
         nonlocal done
-        scenarios = family.scenarios(int(jobs[:, 1].max()) + 1).take(jobs[:, 1])
-        utilities = torch.empty(len(jobs))
-        for part, padded in batches(scenarios.horizon, rows):
-            policy = Triggered(*(candidates[number] for number in jobs[padded, 0].tolist()))
-            utilities[part] = evaluator.play(policy, scenarios.take(padded)).utility()[: len(part)]
-            done += len(part)
-            watch(name, done, episodes)
-        return utilities
+        drawn, earlier = evaluator.family.scenarios(int(jobs[:, 1].max()) + 1), before + done
+        ends = evaluator.play_jobs(jobs, drawn, rows, lambda count: watch(name, earlier + count, episodes),
+                                   lambda numbers: Triggered(*(candidates[number] for number in numbers)))
+        done += len(jobs)
+        (score, params, spent), mine = ends.unbind(1), drawn.take(jobs[:, 1])
+        return utility(score, params, spent, mine.price, mine.flop_price)
 
     best, used = halving(len(candidates), episodes - before, play, before, place)
     return candidates[best], before + used

@@ -2,16 +2,16 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper.kasmina import Host
 from esper.tamiyo import PolicyBundle, Wait
-from esper.tolaria import EnvConfig, Episodes, Family, MakeEnv, MorphogeneticEnv, Scenarios, Scores, play
+from esper.tolaria import EnvConfig, Episodes, Family, MakeEnv, MorphogeneticEnv, Scenarios, Scores
+from esper.tolaria.episodes import batches, play
 
 WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Shares by which a static host may be wider; the smallest that has the parameters asked for is taken."""
@@ -48,6 +48,19 @@ class Evaluator:
         """`previews`: it looks at candidates."""
         return self._finish(self.environment(len(scenarios), previews), policy, scenarios)
 
+    def play_jobs(self, jobs: Tensor, scenarios: Scenarios, rows: int, watch: Callable[[int], object],
+                  policy: Callable[[list[int]], PolicyBundle]) -> Tensor:
+        """[J, 3] score, parameters and extra compute of jobs [J, 2]: who decides, scenario. `policy` is asked
+        for one that decides for these in its rows; `watch` is told how many are done."""
+        ends, finished = torch.empty(len(jobs), 3), 0
+        for part, padded in batches(scenarios.horizon[jobs[:, 1]], rows):
+            who, scenario = jobs[padded].unbind(1)
+            done = self.play(policy(who.tolist()), scenarios.take(scenario))
+            ends[part] = torch.stack([done.delivered.score, done.params.float(), done.spent], 1)[: len(part)]
+            finished += len(part)
+            watch(finished)
+        return ends
+
     def from_scratch(self, blueprint: Tensor, scenarios: Scenarios, epochs: Tensor | None = None) -> Episodes:
         """Topologies [n, S], untrained, for the episode's epochs and schedule or as long as told [n]."""
         shown = scenarios if epochs is None else replace(scenarios, horizon=epochs)
@@ -70,16 +83,12 @@ class Evaluator:
         rows = {number: (taken == number).nonzero().flatten() for number in taken.unique().tolist()}
         parts = [self._wide(hosts[number], scenarios.take(mine)) for number, mine in rows.items()]
         order = torch.cat(list(rows.values())).argsort()
-
-        def joined(sources: Sequence[object], *names: str) -> dict[str, Any]:
-            return {name: torch.cat([getattr(source, name) for source in sources])[order] for name in names}
-
-        scores = joined([part.delivered for part in parts], "loss", "score", "smooth")
-        wide = choice < len(hosts)
-        delivered = Scores(**{name: torch.where(wide, score, torch.nan) for name, score in scores.items()})
-        return replace(parts[0], scenarios=scenarios, params=params, delivered=delivered, measured={},
-                       moves=(), actions=torch.empty(0, len(scenarios), 0),
-                       **joined(parts, "flops", "spent", "blueprint"))
+        columns = ((part.flops, part.spent, part.blueprint, *vars(part.delivered).values()) for part in parts)
+        flops, spent, blueprint, *scores = (torch.cat(each)[order] for each in zip(*columns, strict=True))
+        delivered = Scores(*(torch.where(choice < len(hosts), score, torch.nan) for score in scores))
+        return replace(parts[0], scenarios=scenarios, params=params, flops=flops, spent=spent, measured={},
+                       moves=(), blueprint=blueprint, delivered=delivered,
+                       actions=torch.empty(0, len(scenarios), 0))
 
     def _wide(self, host: Host, scenarios: Scenarios) -> Episodes:
         config = replace(self.config, previews=None, family=replace(self.family, host=host))

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from esper.leyline import ActionSpec
 from esper.simic.proof.evaluator import Evaluator
-from esper.simic.proof.sweep import DECIDE_AT, conditions_at_prices, grid, observe_early, prices_of
+from esper.simic.proof.sweep import DECIDE_AT, grid, observe_early, priced
 from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes, Rule, decide
 from esper.tamiyo import Planned
-from esper.tolaria import Family, Scenarios, batches, utility
+from esper.tolaria import Scenarios
 
 FIRST, SECOND, LAST = 8, 4, 8  # least inits of the three rungs of the search
 KEEP = 2  # plans that go on to the last rung from every group of scenarios
@@ -71,27 +71,17 @@ class Survey:
         return Scenarios.joined([part for part, _ in parts]), torch.cat([number for _, number in parts])
 
     def play(self, plans: Sequence[Plan], scenarios: Scenarios) -> Tensor:
-        """[P, K, 3]: score, parameters, extra compute."""
+        """[K, P, 3]: score, parameters, extra compute."""
         jobs = torch.cartesian_prod(torch.arange(len(plans)), torch.arange(len(scenarios)))
-        results, total = torch.empty(len(jobs), 3), self.episodes + len(jobs)
-        for part, padded in batches(scenarios.horizon[jobs[:, 1]], self.rows):
-            number, scenario = jobs[padded].unbind(1)
-            policy = played([plans[p] for p in number.tolist()], self.spec)
-            done = self.evaluator.play(policy, scenarios.take(scenario))
-            ends = torch.stack([done.delivered.score, done.params.float(), done.spent], 1)
-            results[part] = ends[: len(part)]
-            self.episodes += len(part)
-            self.watch("plans", self.episodes, total)
-        return results.view(len(plans), len(scenarios), 3)
+        before, self.episodes = self.episodes, self.episodes + len(jobs)
+        ends = self.evaluator.play_jobs(
+            jobs, scenarios, self.rows, lambda done: self.watch("plans", before + done, self.episodes),
+            lambda numbers: played([plans[number] for number in numbers], self.spec))
+        return ends.view(len(plans), len(scenarios), 3).transpose(0, 1)
 
-
-def _priced(family: Family, scenarios: Scenarios, runs: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(utility [prices * K, P], condition [prices * K], hidden kind [prices * K]) of runs [P, K, 3]."""
-    prices = prices_of(family)
-    score, params, spent = runs.double().unbind(2)
-    worth = torch.cat([utility(score, params, spent, a, b).T for a, b in prices])
-    kind = scenarios.kind.repeat(len(prices))
-    return worth.numpy(), conditions_at_prices(family, scenarios).numpy(), kind.numpy()
+    def priced(self, scenarios: Scenarios, runs: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(utility [prices * K, P], condition, hidden kind [prices * K]) of runs [K, P, 3]."""
+        return priced(self.evaluator.family, scenarios, *runs.double().unbind(2))
 
 
 def _means(utility: np.ndarray, condition: np.ndarray, kind: np.ndarray) -> np.ndarray:
@@ -131,19 +121,18 @@ def search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int, w
     """At least so many episodes: singles everywhere, then what they suggest, then the best on more inits."""
     family, survey = evaluator.family, Survey(evaluator, rows, watch)
     drawn, _ = survey.scenarios(0, FIRST)
-    worth = _means(*_priced(family, drawn, survey.play(singles(survey.spec), drawn)))
+    worth = _means(*survey.priced(drawn, survey.play(singles(survey.spec), drawn)))
     plans = combined(worth, survey.spec)
     drawn, init = survey.scenarios(FIRST, SECOND)
     runs = survey.play(plans, drawn)
-    kept = _best(_means(*_priced(family, drawn, runs)), plans)
-    plans, runs = [plans[at] for at in kept], runs[kept]
+    kept = _best(_means(*survey.priced(drawn, runs)), plans)
+    plans, runs = [plans[at] for at in kept], runs[:, kept]
     cells = len(family.kinds) * len(set(family.horizons)) * len(plans)
     inits = max(LAST, math.ceil((episodes - survey.episodes) / cells))
     more, numbers = survey.scenarios(FIRST + SECOND, inits)
-    runs = torch.cat([runs, survey.play(plans, more)], 1)
-    everything = Scenarios.joined([drawn, more])
+    runs, everything = torch.cat([runs, survey.play(plans, more)]), Scenarios.joined([drawn, more])
     early = observe_early(evaluator, everything, preview_steps)
-    gains, told, kind = _priced(family, everything, runs)
+    gains, told, kind = survey.priced(everything, runs)
     count = len(gains) // len(everything)
     init_numbers = torch.cat([init, numbers]).repeat(count).numpy()
     features = early.features.repeat(count, 1).double().numpy()

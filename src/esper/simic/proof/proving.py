@@ -92,10 +92,8 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
     return Proof(claims, *verdict, told)
 
 
-Played = dict[str, tuple[Episodes, int | None]]
-"""arm -> (what it delivered, episodes that it was tuned or trained with)."""
-Playing = dict[str, Callable[[], Episodes]]
-"""arm -> what plays it."""
+Played = dict[str, tuple[Episodes, int | None]]  # arm -> what it delivered, episodes that it had
+Playing = dict[str, Callable[[], Episodes]]  # arm -> what plays it
 
 
 @dataclass(frozen=True)
@@ -193,12 +191,12 @@ class ProofResults:
     def conclude(self, claims: Sequence[Claim], sink: Sink, pool: bool = True) -> None:
         """What every arm comes to, and what is claimed; controllers of one making may be pooled."""
         for controller, each in {**self.arms, **({POOLED: pooled(self.arms)} if pool else {})}.items():
-            above = {name: arm.utility - each[BEATEN[0]].utility for name, arm in each.items()}
-            low, high = zip(*(interval(values) for values in above.values()), strict=True)
+            above = [arm.utility - each[BEATEN[0]].utility for arm in each.values()]
+            low, high = zip(*map(interval, above), strict=True)
             sink.write("summary", {
                 "controller": controller, "arm": list(each), "low": low, "high": high,
-                "gain": [float(values.mean()) for values in above.values()],
-                "middle": [court.interquartile_mean(values) for values in above.values()],
+                "gain": [float(values.mean()) for values in above],
+                "middle": [court.interquartile_mean(values) for values in above],
                 **{name: [float(getattr(arm, name).mean()) for arm in each.values()] for name in MEANS},
                 "episodes": [arm.episodes for arm in each.values()]})
         if claims:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,12 +92,10 @@ class Sweep:
 
     def outcomes(self) -> Outcomes:
         """Every scenario at every pair of prices."""
-        prices, params, spent = prices_of(self.family), self.params[..., None], self.spent[..., None]
-        priced = torch.cat([utility(self.score, params, spent, a, b) for a, b in prices])
-        worth, count = priced.double().numpy(), len(prices)  # [P * K, C, 2]
-        return Outcomes(self.names, worth[..., 0], worth[..., 1],
-                        conditions_at_prices(self.family, self.scenarios).numpy(),
-                        self.scenarios.kind.repeat(count).numpy(), self.init.repeat(count).numpy(),
+        worth, told, kind = priced(self.family, self.scenarios, self.score, self.params[..., None],
+                                   self.spent[..., None])  # worth [P * K, C, 2]
+        count = len(kind) // len(self.init)
+        return Outcomes(self.names, worth[..., 0], worth[..., 1], told, kind, self.init.repeat(count).numpy(),
                         self.features.repeat(count, 1).double().numpy(), self.feature_names)
 
 
@@ -112,11 +111,15 @@ def conditions(family: Family, scenarios: Scenarios) -> Tensor:
     return pairs.all(2).int().argmax(1) * horizons.shape[1] + horizons.int().argmax(1)
 
 
-def conditions_at_prices(family: Family, scenarios: Scenarios) -> Tensor:
-    """[P * K]: the same scenarios at every pair of prices."""
-    return torch.cat([conditions(family, replace(scenarios, price=torch.full_like(scenarios.price, a),
+def priced(family: Family, scenarios: Scenarios, score: Tensor, params: Tensor,
+           spent: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(utility [P * K, ...], condition, hidden kind [P * K]) of K scenarios at every pair of prices."""
+    prices = prices_of(family)
+    worth = torch.cat([utility(score, params, spent, a, b) for a, b in prices]).double()
+    told = torch.cat([conditions(family, replace(scenarios, price=torch.full_like(scenarios.price, a),
                                                  flop_price=torch.full_like(scenarios.flop_price, b)))
-                      for a, b in prices_of(family)])
+                      for a, b in prices])
+    return worth.numpy(), told.numpy(), scenarios.kind.repeat(len(prices)).numpy()
 
 
 def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scenarios, Tensor]:
@@ -135,10 +138,8 @@ def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: i
     """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `record` the first."""
     if inits < 4:
         raise EsperError(f"a sweep of {inits} inits cannot be cross-fitted; use at least 4")
-    family, names = config.family, list(scripts)
+    family, names, parts, done, rollbacks = config.family, list(scripts), list[tuple[Any, ...]](), 0, 0
     total = len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
-    parts: list[tuple[Any, ...]] = []
-    done, rollbacks = 0, 0
     for horizon in sorted(set(family.horizons)):
         scenarios, number = grid(family, inits, horizon)
         early = observe_early(Evaluator(config), scenarios, preview_steps)
@@ -151,16 +152,18 @@ def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: i
             episodes = play(env, policy, scenarios.take(scenario))
             if record is not None and not done:
                 episodes.save(record)
-            ends = [*halves(env), episodes.params.float(), episodes.spent]
-            results.append(torch.stack(ends, 1)[: len(part)])
+            ends = torch.stack([*halves(env), episodes.params.float(), episodes.spent], 1)
+            results.append(ends[: len(part)])
             done += len(part)
             watch(done, total)
         rollbacks += len(env.rollbacks)
         values = torch.cat(results).view(len(scenarios), len(names), 4)
         parts.append((scenarios, number, values, early.features))
-    init, values, features = (torch.cat([part[at] for part in parts]) for at in (1, 2, 3))
-    return Sweep(family, names, Scenarios.joined([part[0] for part in parts]), init, values[..., :2],
-                 values[..., 2], values[..., 3], features, early.names, rollbacks)
+    drawn, *columns = zip(*parts, strict=True)
+    init, values, features = map(torch.cat, columns)
+    score, params, spent = values[..., :2], values[..., 2], values[..., 3]
+    return Sweep(family, names, Scenarios.joined(drawn), init, score, params, spent, features, early.names,
+                 rollbacks)
 
 
 def halves(env: MorphogeneticEnv) -> list[Tensor]:

@@ -91,10 +91,8 @@ class Rule:
         return np.array(self.choices)[_leaf(self.splits, features), visible]
 
     def describe(self, feature_names: list[str]) -> str:
-        first, low, high = (
-            "no split" if at is None else
-            feature_names[at.feature] + (" present" if at.cut is None else f" ≤ {at.cut:.4g}")
-            for at in self.splits)
+        first, low, high = ("no split" if at is None else feature_names[at.feature] + (
+            " present" if at.cut is None else f" ≤ {at.cut:.4g}") for at in self.splits)
         return f"{first}; if so: {low}; else: {high}"
 
 
