@@ -244,7 +244,8 @@ def test_what_has_no_rounds_is_sealed_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [
     "UPDATE step SET loss = 0.25 WHERE round = 1 AND row = 3", "DELETE FROM round WHERE round = 2",
     "UPDATE exam SET round = 7 WHERE round = 2", "DELETE FROM seal WHERE scope = 'round 1'",
-    "UPDATE seal SET scope = 'sound 2' WHERE scope = 'round 2'", "DROP TABLE head", "PRAGMA user_version = 0",
+    "UPDATE seal SET scope = 'sound 2' WHERE scope = 'round 2'", "UPDATE seal SET scope = '7' WHERE scope = 'round 2'",
+    "UPDATE seal SET scope = 'round ²' WHERE scope = 'round 2'", "DROP TABLE head", "PRAGMA user_version = 0",
 ])
 def test_what_is_changed_behind_the_seals_is_found(change: str, tmp_path: Path) -> None:
     path = sealed(tmp_path / "run.db")

@@ -5,6 +5,7 @@ Seals are digests of complete rows, which tell of damage that SQLite does not se
 
 import hashlib
 import math
+import re
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -190,7 +191,7 @@ def _damage(connection: sqlite3.Connection) -> str:
         return f"its tables are not those of schema {SCHEMA}"
     seals = dict(connection.execute(f"SELECT scope, digest FROM {SEAL}"))
     for scope, sealed in seals.items():
-        known = scope == ALL or scope.removeprefix("round ").isdigit()
+        known = scope == ALL or re.fullmatch("round [0-9]+", scope)
         if not known or _digest(connection, scope) != sealed:
             return f"the rows of {'all tables' if scope == ALL else scope} are not those that were sealed"
     if ALL in seals:
