@@ -128,7 +128,7 @@ def test_memory_takes_the_dtype_of_the_weights(dtype: torch.dtype) -> None:
 def test_initialisation_is_the_documented_one() -> None:
     net = FactoredRecurrentActorCritic(SPEC)
     hidden = net.config.hidden
-    inward, inner, *biases = net._lstm_weights()
+    inward, inner, *biases = net.lstm.parameters()
     assert torch.equal(biases[0] + biases[1], torch.cat([torch.zeros(hidden), torch.ones(hidden), torch.zeros(2 * hidden)]))
     for gate in (*inward.split(hidden), *inner.split(hidden)):
         torch.testing.assert_close(gate @ gate.t(), torch.eye(hidden), atol=1e-4, rtol=0)

@@ -3,9 +3,9 @@
 Legend: T steps, N rows, C chunks, L steps of a chunk, H hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,8 +95,12 @@ class Sequences(NamedTuple):
         """bool [L, B]: a step that counts and had a choice."""
         return self.valid & self.relevant.any(-1)
 
-
-_PLAIN = Sequences._fields[2:-2]  # what is one tensor [L, B, ...], whatever happened in it
+    def pick(self, choose: Callable[..., Tensor], *which: Any) -> "Sequences":
+        """Some of the sequences: choose(tensor, dimension, *which) of every tensor."""
+        plain = {name: choose(part, int(name != "hidden"), *which)
+                 for name, part in self._asdict().items() if isinstance(part, Tensor)}
+        seen = Observation(*(choose(part, 1, *which) for part in self.seen))
+        return self._replace(seen=seen, masks=self.masks.map(lambda t: choose(t, 1, *which)), **plain)
 
 
 class TamiyoRolloutBuffer:
@@ -105,8 +109,8 @@ class TamiyoRolloutBuffer:
     def __init__(self, spec: RolloutSpec, device: torch.device | str = "cpu") -> None:
         self.spec, self.device = spec, torch.device(device)
         self._tails = spec.tails()
-        single, whole = ((), torch.float32), ((), torch.int64)
-        tails = self._tails | {"advantage": single, "target": single, "clock": whole}
+        own = {"advantage": torch.float32, "target": torch.float32, "clock": torch.int64}
+        tails = self._tails | {name: ((), dtype) for name, dtype in own.items()}
         self._all = {name: torch.zeros(spec.steps, spec.rows, *tail, dtype=dtype, device=self.device)
                      for name, (tail, dtype) in tails.items()}
         self._hidden = torch.zeros(spec.steps // spec.length, spec.rows, 2, spec.hidden, device=self.device)
@@ -196,13 +200,9 @@ class TamiyoRolloutBuffer:
         """Mean 0 and spread 1 over steps that had a choice, others keep none; (mean, spread) before."""
         if not self._ready:
             raise EsperError("there are no advantages yet; call compute_advantages_and_returns first")
-        chosen = self["valid"] & self["relevant"].any(-1)
-        count = chosen.sum().clamp(min=1)
-        mean = torch.where(chosen, self["advantage"], 0.0).sum() / count
-        centred = torch.where(chosen, self["advantage"] - mean, 0.0)
-        spread = (centred.square().sum() / count).sqrt()
-        self["advantage"].copy_(centred / (spread + 1e-8))
-        return mean, spread
+        mean, centred, variance = moments(self["advantage"], self["valid"] & self["relevant"].any(-1))
+        self["advantage"].copy_(centred / (variance.sqrt() + 1e-8))
+        return mean, variance.sqrt()
 
     def get_batched_sequences(self, minibatches: int = 1,
                               generator: torch.Generator | None = None) -> Iterator[Sequences]:
@@ -220,19 +220,29 @@ class TamiyoRolloutBuffer:
         unused = ("reward", "done", "truncated", "bootstrap")
         named = {name: self[name].unflatten(0, (chunks, -1)).transpose(0, 1).flatten(1, 2)  # [L, C * N, ...]
                  for name in self._all if name not in unused}
-        hidden = self._hidden[:chunks].flatten(0, 1)
+        seen = Observation(*(named[f"seen.{name}"] for name in Observation._fields))
+        spec, masks = self.spec.spec, {name: named[f"mask.{name}"] for name in mask_sizes(self.spec.spec)}
+        reset, hidden = named["reset"] if self._resets_inside else None, self._hidden[:chunks].flatten(0, 1)
+        plain = {name: named[name] for name in Sequences._fields[2:-2]}
+        whole = Sequences(seen, ActionMasks.from_named(spec, masks), **plain, reset=reset, hidden=hidden)
         if minibatches == 1:
-            yield self._sequences(named, hidden)
+            yield whole
             return
         for part in torch.randperm(count, generator=generator).to(self.device).split(count // minibatches):
-            chosen = {name: tensor.index_select(1, part) for name, tensor in named.items()}
-            yield self._sequences(chosen, hidden.index_select(0, part))
+            yield whole.pick(torch.index_select, part)
 
-    def _sequences(self, named: dict[str, Tensor], hidden: Tensor) -> Sequences:
-        spec, reset = self.spec.spec, named["reset"] if self._resets_inside else None
-        seen = Observation(*(named[f"seen.{name}"] for name in Observation._fields))
-        masks = ActionMasks.from_named(spec, {name: named[f"mask.{name}"] for name in mask_sizes(spec)})
-        return Sequences(seen, masks, **{name: named[name] for name in _PLAIN}, reset=reset, hidden=hidden)
+
+def mean_of(values: Tensor, counted: Tensor, count: Tensor) -> Tensor:
+    """The sum of what is `counted`, over the given count."""
+    return torch.where(counted, values, 0.0).sum() / count
+
+
+def moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, values less it, variance) of those that are `counted`; the others become zero."""
+    count = counted.sum().clamp(min=1)
+    mean = mean_of(values, counted, count)
+    centred = torch.where(counted, values - mean, 0.0)
+    return mean, centred, centred.square().sum() / count
 
 
 def parts_of(batch: Sequences, pieces: int) -> Iterator[Sequences]:
@@ -241,9 +251,4 @@ def parts_of(batch: Sequences, pieces: int) -> Iterator[Sequences]:
     if count % pieces:
         raise EsperError(f"{count} sequences cannot be cut into {pieces} equal pieces; choose a divisor")
     for start in range(0, count, count // pieces):
-        cut = slice(start, start + count // pieces)
-        seen, (op, slot, values) = Observation(*(t[:, cut] for t in batch.seen)), batch.masks
-        masks = ActionMasks(op[:, cut], slot[:, cut], {pair: t[:, cut] for pair, t in values.items()})
-        plain = {name: getattr(batch, name)[:, cut] for name in _PLAIN}
-        reset = None if batch.reset is None else batch.reset[:, cut]
-        yield Sequences(seen, masks, **plain, reset=reset, hidden=batch.hidden[cut])
+        yield batch.pick(torch.narrow, start, count // pieces)

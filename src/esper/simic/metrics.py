@@ -133,12 +133,11 @@ class AnomalyDetector:
                  places: Mapping[str, str] | None = None) -> tuple[Anomaly, ...]:
         """What is open after this update; `places` says for some of its numbers where they come from."""
         exact = {name: f"{name}{AT}{place}" for name, place in (places or {}).items()}
-        signs = list(self._signs(numbers, heads))
-        for key in self.open.keys() - {(sign.kind, sign.where) for sign in signs}:  # no longer asked
+        signs = {(sign.kind, sign.where): sign for sign in self._signs(numbers, heads)}
+        for key in self.open.keys() - signs.keys():  # no longer asked
             self.counts.pop(key, None)
             del self.open[key]
-        for sign in signs:
-            key = (sign.kind, sign.where)
+        for key, sign in signs.items():
             if sign.beyond():
                 self.counts[key] = self.counts.get(key, 0) + 1
                 if sign.at_once or self.counts[key] >= self.thresholds.fire_after:

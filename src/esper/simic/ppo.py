@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from esper.leyline import RELEVANCE, EsperError, Head
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.storage import decoding, read_state, write_state
-from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, parts_of
+from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, mean_of, moments, parts_of
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
 from esper.tamiyo import ActionDistribution, Controller
 from esper.tamiyo.controller import check_tensors
@@ -29,8 +29,7 @@ RANGES = {
     "minibatches": (1, 10**6), "accumulate": (1, 10**6), "clip": (1e-6, 1e9), "value_clip": (1e-6, 1e9),
     "scale_memory": (0, 0.9999), "value_weight": (0, 1000), "target_kl": (1e-9, 1e9), "kl_stop": (1e-3, 1000),
     "max_grad_norm": (1e-6, 1e9), "critic_decay": (0, 1), "adam_eps": (1e-12, 1),
-    "replay_tolerance": (1e-9, 1000), "chunk": (0, 10**6),
-}
+    "replay_tolerance": (1e-9, 1000), "chunk": (0, 10**6)}
 """number of `PPOConfig` -> (least, most), each of them in a pair or a tuple"""
 
 
@@ -98,10 +97,9 @@ class Knobs(NamedTuple):
     value_clip: Tensor
 
 
-NUMBERS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error",
-           "ratio_max", "ratio_min")
-_EXTREMES = NUMBERS.index("ratio_max")  # from here on pieces of a minibatch are combined by their extremes
-_PLACES = tuple((ratio, part) for ratio in ("ratio_max", "ratio_min") for part in ("step", "op", "head"))
+SUMS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "value_error")
+EXTREMES = ("ratio_max", "ratio_min")
+_PLACES = [key for ratio in EXTREMES for key in (ratio, (ratio, "step"), (ratio, "op"), (ratio, "head"))]
 
 
 class PPOAgent:
@@ -162,18 +160,18 @@ class PPOAgent:
             "head_grad_norm": {h: reduced("head_grad_norm", [step[h] for step in log]) for h in heads},
             "head_entropy": dict(zip(heads, before[3 + len(heads) :], strict=True))}
         numbers: dict[str, Any] = {name: reduced(name, [step[name] for step in log])
-                                   for name in (*NUMBERS, "grad_norm")}
+                                   for name in (*SUMS, *EXTREMES, "grad_norm")}
         numbers |= {"replay_error": error, "explained_variance": before[2]}
         buffer.reset()
-        return PPOUpdateMetrics(**numbers, **by_head, advantage_mean=before[0], advantage_std=before[1],
-                                steps=len(log) - skipped - stopped, skipped=skipped,
-                                stopped_early=bool(stopped), learning_rate=lr,
-                                anomalies=self.detector(numbers, by_head, self._places(log)))
+        return PPOUpdateMetrics(
+            **numbers, **by_head, advantage_mean=before[0], advantage_std=before[1], learning_rate=lr,
+            steps=len(log) - skipped - stopped, skipped=skipped, stopped_early=bool(stopped),
+            anomalies=self.detector(numbers, by_head, self._places(log)))
 
     def _places(self, log: list[dict[Any, float]]) -> dict[str, str]:
         """The most extreme ratios of an update -> step of the episode, op, and head that moved most."""
         found = {}
-        for name, worst in (("ratio_max", max), ("ratio_min", min)):
+        for name, worst in zip(EXTREMES, (max, min), strict=True):
             entry = worst(log, key=lambda entry: entry[name])
             step, op, head = (int(entry[name, part]) for part in ("step", "op", "head"))
             found[name] = f"step {step}, {self.network.spec.ops[op].name}, {self._heads[head]}"
@@ -190,18 +188,12 @@ class PPOAgent:
     @torch.no_grad()
     def _summarise(self, buffer: TamiyoRolloutBuffer) -> tuple[Tensor, Tensor]:
         """(spread of returns, [explained variance, how often each head could learn]) on the device."""
-        valid, count = buffer["valid"], buffer["valid"].sum().clamp(min=1)
+        valid, target = buffer["valid"], buffer["target"]
+        *_, total = moments(target, valid)
+        *_, missed = moments(target - buffer["value"], valid)
+        learnable = (buffer["relevant"] & valid[..., None]).sum((0, 1)) / valid.sum().clamp(min=1)
+        return total.sqrt(), torch.cat([(1 - missed / total.clamp(min=1e-12))[None], learnable])
 
-        def variance(values: Tensor) -> Tensor:
-            mean = torch.where(valid, values, 0.0).sum() / count
-            return torch.where(valid, (values - mean).square(), 0.0).sum() / count
-
-        total = variance(buffer["target"])
-        explained = 1 - variance(buffer["target"] - buffer["value"]) / total.clamp(min=1e-12)
-        learnable = (buffer["relevant"] & valid[..., None]).sum((0, 1)) / count
-        return total.sqrt(), torch.cat([explained[None], learnable])
-
-    @torch.no_grad()
     def _rescale(self, spread: Tensor) -> None:
         """Bring the value's scale nearer to the spread of returns; equal returns say nothing about it."""
         old, past = self.network.value_scale, self.config.scale_memory if self.updates else 0.0
@@ -250,29 +242,26 @@ class PPOAgent:
         """Gradients of one minibatch, clipped; its numbers, the heads' norms among them, in one transfer."""
         self.optimizer.zero_grad()
         chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
-        numbers, places = [], []
+        told, net = [], self.network
         for piece in parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]:
             features, slot, candidate = self._encode(piece.seen)
-            memory, _ = self.network.remember(features, piece.hidden, piece.reset)
-            loss, told, at = self._losses(memory, slot, candidate, piece, knobs, chosen, valid)
+            memory, _ = net.remember(features, piece.hidden, piece.reset)
+            loss, numbers = self._losses(memory, slot, candidate, piece, knobs, chosen, valid)
             loss.backward()
-            numbers.append(told)
-            places.append(at)
-        sums, highs, lows = torch.stack(numbers).split([_EXTREMES, 1, 1], 1)
-        combined = torch.cat([sums.sum(0), highs.amax(0), lows.amin(0)])
-        high, low = torch.stack(places, 1)  # [pieces, 3] each
-        where = torch.cat([high.index_select(0, highs.argmax(0)), low.index_select(0, lows.argmin(0))], 1)[0]
-        net = self.network
+            told.append(numbers)
+        sums, highs, lows = torch.stack(told).split([len(SUMS), 4, 4], 1)  # [pieces, ...] each
+        high = highs.index_select(0, highs[:, :1].argmax(0))[0]
+        low = lows.index_select(0, lows[:, :1].argmin(0))[0]
         last: dict[str, Any] = {"op": net.op_head[-1], "slot": net.slot_pointer, **dict(net.heads.items())}
         raw = torch.stack([last[head].weight.grad.norm() for head in self._heads])
         norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
-        listed = torch.cat([combined, norm[None], raw, where]).tolist()
-        return dict(zip((*NUMBERS, "grad_norm", *self._heads, *_PLACES), listed, strict=True))
+        listed = torch.cat([sums.sum(0), norm[None], raw, high, low]).tolist()
+        return dict(zip((*SUMS, "grad_norm", *self._heads, *_PLACES), listed, strict=True))
 
     def _loss(self, memory: Tensor, slot: Tensor, candidate: Tensor, batch: Sequences, knobs: Knobs,
-              chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, NUMBERS, [2, 3] step of episode, op and head of the highest and lowest ratio) of sequences,
-        their share of a minibatch with so many `chosen` and `valid` steps."""
+              chosen: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, [SUMS, then _PLACES]) of sequences: their share of a minibatch with so many `chosen` and
+        `valid` steps."""
         network, config = self.network, self.config
         logits, value = network.decide(memory, slot, candidate, batch.privileged)
         distribution = ActionDistribution(network.spec, logits, batch.masks, knobs.explore, validate=False)
@@ -282,22 +271,21 @@ class PPOAgent:
         by_head = scored.heads - batch.head_log_probs
         surrogate = (_clipped(ratio, batch.advantage, knobs.clip) if config.ratio == "joint" else
                      self._per_head(by_head, batch, knobs.clip))
-        policy = -torch.where(acting, surrogate, 0.0).sum() / chosen
+        policy = -mean_of(surrogate, acting, chosen)
         near = batch.value + (value - batch.value).clamp(-knobs.value_clip, knobs.value_clip)
         squared = torch.maximum((value - batch.target).square(), (near - batch.target).square())
-        critic = 0.5 * torch.where(batch.valid, squared, 0.0).sum() / (valid * network.value_scale.square())
+        critic = 0.5 * mean_of(squared, batch.valid, valid * network.value_scale.square())
         bonus = (knobs.entropy * distribution.conditional_entropies()).sum(-1)
-        bonus = torch.where(batch.valid, bonus, 0.0).sum() / valid
+        loss = policy + config.value_weight * critic - mean_of(bonus, batch.valid, valid)
         with torch.no_grad():
-            entropy = torch.where(batch.valid, distribution.entropy(), 0.0).sum() / valid
-            kl = torch.where(acting, ratio - 1 - moved, 0.0).sum() / chosen
-            clipped = torch.where(acting, (ratio - 1).abs() > knobs.clip, False).sum() / chosen
-            off = torch.where(batch.valid, (value - batch.target).abs(), 0.0).sum()
-            error = off / (valid * network.value_scale)
-            numbers = torch.stack([policy, critic, entropy, kl, clipped, error, ratio.amax(), ratio.amin()])
-            steps = torch.stack([batch.clock, batch.actions[..., network.spec.heads.index(Head.OP)]], -1)
-            high, low = _place(ratio.argmax(), steps, by_head), _place(ratio.argmin(), steps, -by_head)
-        return policy + config.value_weight * critic - bonus, numbers, torch.stack([high, low])
+            entropy = mean_of(distribution.entropy(), batch.valid, valid)
+            kl = mean_of(ratio - 1 - moved, acting, chosen)
+            clipped = mean_of((ratio - 1).abs() > knobs.clip, acting, chosen)
+            error = mean_of((value - batch.target).abs(), batch.valid, valid * network.value_scale)
+            op = batch.actions[..., network.spec.heads.index(Head.OP)]
+            told = torch.stack([ratio, batch.clock, op], -1)
+            high, low = _place(ratio.argmax(), told, by_head), _place(ratio.argmin(), told, -by_head)
+            return loss, torch.cat([torch.stack([policy, critic, entropy, kl, clipped, error]), high, low])
 
     def _per_head(self, moved: Tensor, batch: Sequences, clip: Tensor) -> Tensor:
         """[L, B]: a clipped surrogate for each head that mattered and had a choice, over one denominator."""
@@ -314,20 +302,20 @@ class PPOAgent:
         moments = {f"optimizer.{index}.{name}": t.detach().cpu()
                    for index, part in state.items() for name, t in part.items()}
         self._check_weights(path, moments)
-        watched = {"thresholds": to_dict(self.detector.thresholds), "anomalies": self.detector.state()}
-        header = {**self.controller.header(), "config": to_dict(self.config), "updates": self.updates,
-                  **watched, **about}
+        configs = {"config": to_dict(self.config), "thresholds": to_dict(self.detector.thresholds)}
+        header = {**self.controller.header(), **configs, "updates": self.updates,
+                  "anomalies": self.detector.state(), **about}
         tensors = self.controller.tensors() | moments | {"generator": self.generator.get_state()}
         write_state(path, "agent", header, tensors)
 
     def _check_weights(self, path: str | Path, moments: dict[str, Tensor]) -> None:
         """Raise before a checkpoint is replaced by one that nothing can go on from."""
-        sized = (*dict(self.network.named_parameters()), *moments)
-        limits = {name: LARGEST for name in sized if not name.endswith(".step")}
+        limited = {name for name, _ in self.network.named_parameters()} | {*moments}
         stats = {f"normaliser.{name}": stat for name, stat in self.controller.normaliser.tensors().items()}
         for name, tensor in (self.network.state_dict() | moments | stats).items():
             size = float(tensor.abs().max()) if tensor.numel() else 0.0
-            if not math.isfinite(size) or size > limits.get(name, math.inf):
+            limit = LARGEST if name in limited and not name.endswith(".step") else math.inf
+            if not math.isfinite(size) or size > limit:
                 raise EsperError(f"{name!r} has grown to {size:g}, beyond {LARGEST:g}, and {path} was not "
                                  f"written; lower the learning rate and go on from the last checkpoint")
 
@@ -350,7 +338,7 @@ class PPOAgent:
         """Of every weight, or of none if nothing was learned yet."""
         if tensors:
             ordered = (p for group in self.optimizer.param_groups for p in group["params"])
-            expected = {f"optimizer.{i}.{part}": p.shape for i, p in enumerate(ordered)
+            expected = {f"optimizer.{i}.{part}": p for i, p in enumerate(ordered)
                         for part in ("exp_avg", "exp_avg_sq")}
             check_tensors("moments", expected, {n: t for n, t in tensors.items() if not n.endswith(".step")})
         moments: dict[int, dict[str, Tensor]] = {}
@@ -364,10 +352,10 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip: Tensor) -> Tensor:
     return torch.minimum(ratio * advantage, torch.clamp(ratio, 1 - clip, 1 + clip) * advantage)
 
 
-def _place(at: Tensor, steps: Tensor, moved: Tensor) -> Tensor:
-    """[3]: at a place of the flattened batch `steps` [L, B, 2] and the highest head of `moved` [L, B, H]."""
-    head = moved.flatten(0, 1).index_select(0, at[None]).argmax(-1)
-    return torch.cat([steps.flatten(0, 1).index_select(0, at[None])[0], head]).to(moved.dtype)
+def _place(at: Tensor, told: Tensor, moved: Tensor) -> Tensor:
+    """[4]: what is `told` [L, B, 3] at a place of the flattened batch, and the head that `moved` most."""
+    told, moved = (part.flatten(0, 1).index_select(0, at[None]) for part in (told, moved))
+    return torch.cat([told[0], moved.argmax(-1)])
 
 
 def _compiled(function: Any) -> Any:

@@ -4,6 +4,7 @@ Legend: T steps, N rows. A round is a function of a controller's weights and of 
 could be computed anywhere; what comes back is a `Round` and the rollout that it filled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ from esper.simic.buffer import Step, TamiyoRolloutBuffer
 from esper.simic.ppo import PPOAgent
 from esper.simic.rewards import Ledger, RewardInputs, Terms
 from esper.tamiyo import PolicyBundle
-from esper.tamiyo.controller import PolicyInput, emptied
-from esper.tamiyo.network import Acted
+from esper.tamiyo.controller import PolicyInput
+from esper.tamiyo.network import Acted, emptied
 from esper.tolaria import Episodes, Measurement, MorphogeneticEnv, Scenarios, Scores, Twins, play
 
 PRIVILEGED = ("noise", "shift", "shuffle", "label_noise", "samples", "one_tap", "width", "frozen",
@@ -57,15 +58,14 @@ class Collector:
         if self._open is None:
             raise EsperError("there is no step to close; call act before add")
         (shown, seen, acted, valid), self._open = self._open, None
-        if outcome.final is not None:
-            bootstrap = self.agent.controller.value(outcome.final, acted.hidden, shown.privileged)
-        elif bool(outcome.truncated.any()):
+        reward, done, truncated, final = outcome
+        if final is None and bool(truncated.any()):
             raise EsperError("a row was cut, and nothing says what it would have seen next; "
                              "give Outcome its final")
-        else:
-            bootstrap = torch.zeros_like(outcome.reward)
-        self.buffer.add(Step(seen, shown.masks, acted, outcome.reward, outcome.done, outcome.truncated,
-                             bootstrap, shown.reset, self.hidden, valid, shown.privileged))
+        bootstrap = (torch.zeros_like(reward) if final is None else
+                     self.agent.controller.value(final, acted.hidden, shown.privileged))
+        self.buffer.add(Step(seen, shown.masks, acted, reward, done, truncated, bootstrap, shown.reset,
+                             self.hidden, valid, shown.privileged))
         self.hidden = acted.hidden
 
     def value(self, ahead: PolicyInput) -> Tensor:
@@ -96,15 +96,30 @@ class RewardWorld:
         """Epochs of the longest episode: steps of a round."""
         return max(self.env.family.horizons)
 
-    def play(self, policy: PolicyBundle, scenarios: Scenarios) -> Round:
-        """Episodes of a policy, paid for."""
-        self._begin(scenarios)
-        return self._paid(play(self.env, policy, scenarios, watch=self._pay))
+    def play(self, policy: PolicyBundle, scenarios: Scenarios,
+             paid: Callable[[Tensor, Tensor], object] = lambda reward, done: None) -> Round:
+        """Episodes of a policy, paid for; `paid` is told (reward, done) [N] of every epoch."""
+        self.ledger, self.twin = Ledger(self.reward, self.env.rows), self.twins(scenarios)
+        self.total = torch.zeros(self.env.rows)
+        self.inputs: list[RewardInputs] = []
+        terms: list[Terms] = []
+        rewards: list[Tensor] = []
+
+        def pay(measured: Measurement) -> None:
+            twin = Scores(*self._twin_at(measured.clock).unbind(1))
+            self.inputs.append(RewardInputs.of(measured, self.env.scenarios, twin, self.score))
+            terms.append(self.ledger.pay(self.inputs[-1]))
+            rewards.append(torch.stack(list(terms[-1].values())).sum(0))
+            self.total = self.total + rewards[-1]
+            paid(rewards[-1], measured.done)
+
+        episodes = play(self.env, policy, scenarios, watch=pay)
+        stacked = {name: torch.stack([each[name] for each in terms]) for name in terms[0]}
+        return Round(episodes, stacked, torch.stack(rewards), self.total, self.inputs)
 
     def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer,
                 seed: tuple[int, ...], privileged: bool = True) -> Round:
         """Episodes of an agent's controller, which fill a rollout; `seed` decides its draws."""
-        self._begin(scenarios)
         collector = Collector(agent, self.env.rows, buffer)
 
         def act(view: View) -> Tensor:
@@ -112,31 +127,11 @@ class RewardWorld:
             told = self._privileged().to(agent.device) if privileged else None
             return collector.act(seen._replace(privileged=told)).cpu()
 
-        def paid(measured: Measurement) -> None:
-            reward, done = self._pay(measured).to(agent.device), measured.done.to(agent.device)
-            collector.add(Outcome(reward, done, torch.zeros_like(done)))
+        def paid(reward: Tensor, done: Tensor) -> None:
+            done = done.to(agent.device)
+            collector.add(Outcome(reward.to(agent.device), done, torch.zeros_like(done)))
 
-        return self._paid(play(self.env, act, scenarios, watch=paid))
-
-    def _begin(self, scenarios: Scenarios) -> None:
-        self.ledger, self.twin = Ledger(self.reward, self.env.rows), self.twins(scenarios)
-        self.total = torch.zeros(self.env.rows)
-        self.inputs: list[RewardInputs] = []
-        self.terms: list[Terms] = []
-        self.rewards: list[Tensor] = []
-
-    def _pay(self, measured: Measurement) -> Tensor:
-        """[N]: the reward of this epoch."""
-        twin = Scores(*self._twin_at(measured.clock).unbind(1))
-        self.inputs.append(RewardInputs.of(measured, self.env.scenarios, twin, self.score))
-        self.terms.append(self.ledger.pay(self.inputs[-1]))
-        self.rewards.append(torch.stack(list(self.terms[-1].values())).sum(0))
-        self.total = self.total + self.rewards[-1]
-        return self.rewards[-1]
-
-    def _paid(self, episodes: Episodes) -> Round:
-        terms = {name: torch.stack([paid[name] for paid in self.terms]) for name in self.terms[0]}
-        return Round(episodes, terms, torch.stack(self.rewards), self.total, self.inputs)
+        return self.play(act, scenarios, paid)
 
     def _twin_at(self, clock: Tensor) -> Tensor:
         """[N, scores] of the twins after so many epochs [N]."""

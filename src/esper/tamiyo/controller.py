@@ -12,7 +12,7 @@ from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import Purpose, mix, uniform
 from esper.leyline.storage import decoding
 from esper.tamiyo.masks import ActionMasks, action_masks
-from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig, exact
+from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig, emptied, exact
 from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
 
 
@@ -29,15 +29,10 @@ class PolicyInput(NamedTuple):
     @classmethod
     def of(cls, view: View, seed: tuple[int, ...], device: torch.device) -> "PolicyInput":
         """`seed` decides the draws, with the episode's luck and the clock."""
-        named = {name: mask.to(device) for name, mask in action_masks(view).named().items()}
-        seen = Observation(*(part.to(device) for part in observe(view)))
+        seen, masks = observe(view), action_masks(view).map(lambda mask: mask.to(device))
         u = uniform(mix(view.luck, Purpose.ACTION, *seed, view.clock), len(view.spec.heads))
-        return cls(seen, ActionMasks.from_named(view.spec, named), (view.clock == 0).to(device), u.to(device),
-                   (~view.done).to(device))
-
-
-def emptied(hidden: Tensor, reset: Tensor) -> Tensor:
-    return torch.where(reset[:, None, None], 0.0, hidden)
+        return cls(Observation(*(part.to(device) for part in seen)), masks, (view.clock == 0).to(device),
+                   u.to(device), (~view.done).to(device))
 
 
 class Controller:
@@ -59,34 +54,29 @@ class Controller:
 
     def on(self, device: torch.device | str) -> "Controller":
         """A copy of it there."""
-        made = copy.deepcopy(self)
-        return Controller(made.network.to(device), made.normaliser)
+        return Controller(copy.deepcopy(self.network).to(device), copy.deepcopy(self.normaliser))
 
     def bound_to(self, spec: ActionSpec) -> "Controller":
         """For hosts with other slots or blueprints; it must see what hosts show."""
         for name in ("row", "slot", "candidate"):
             mine, shown = (getattr(seen, name) for seen in (self.network.observation, OBSERVATION))
             if mine != shown:
-                odd = sorted({f.name for f in {*mine} ^ {*shown}}) or ["the order"]
-                raise EsperError(f"this controller sees other {name} fields than there are: "
-                                 f"{', '.join(odd)} differ")
+                odd = ", ".join(sorted({f.name for f in {*mine} ^ {*shown}})) or "the order"
+                raise EsperError(f"this controller sees other {name} fields than there are: {odd} differ")
         return Controller(self.network.bound_to(spec), self.normaliser)
 
     def act(self, shown: PolicyInput, hidden: Tensor, explore: float = 0.0,
             greedy: bool = False) -> tuple[Observation, Acted]:
         """(what was seen, scaled; what was done) in one step; rows to reset start with an empty memory."""
-        seen, u = self.normaliser(shown.seen), None if greedy else shown.u
-        return seen, self.network.get_action(seen, shown.masks, emptied(hidden, shown.reset), u, explore,
-                                             shown.privileged)
+        seen, hidden = self.normaliser(shown.seen), emptied(hidden, shown.reset)
+        u = None if greedy else shown.u
+        return seen, self.network.get_action(seen, shown.masks, hidden, u, explore, shown.privileged)
 
     @torch.no_grad()
     @exact()
     def value(self, seen: Observation, hidden: Tensor, privileged: Tensor | None = None) -> Tensor:
         """[N]: what a raw observation promises."""
-        decided, _ = self.network(Observation(*(part.unsqueeze(0) for part in self.normaliser(seen))), hidden,
-                                  privileged=None if privileged is None else privileged.unsqueeze(0))
-        value: Tensor = decided.value[0]
-        return value
+        return self.network.step(self.normaliser(seen), hidden, privileged)[0].value
 
     def header(self) -> dict[str, Any]:
         net = self.network
@@ -108,10 +98,10 @@ class Controller:
             with torch.device("meta"):  # a crafted size must not be allocated before it is compared
                 empty = FactoredRecurrentActorCritic(spec, config, observation).state_dict()
             weights, scales = inside(tensors, "network."), inside(tensors, "normaliser.")
-            check_tensors("weights", {name: t.shape for name, t in empty.items()}, weights)
+            check_tensors("weights", empty, weights)
             network = FactoredRecurrentActorCritic(spec, config, observation)
             normaliser = Normaliser(observation, limit=float(header["limit"]))
-            check_tensors("scales", {name: t.shape for name, t in normaliser.tensors().items()}, scales)
+            check_tensors("scales", normaliser.tensors(), scales)
             network.load_state_dict(weights)
             normaliser.load(scales)
             return cls(network.to(device), normaliser)
@@ -122,9 +112,8 @@ def inside(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def check_tensors(what: str, expected: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
+def check_tensors(what: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """The same names with the same shapes, or one sentence."""
-    shapes = {name: tensor.shape for name, tensor in found.items()}
-    if wrong := {name for name, _ in expected.items() ^ shapes.items()}:
-        names = ", ".join(sorted(wrong)[:3])
-        raise StateFormatError(f"these {what} are of another controller: {names} differ")
+    mine, theirs = ({(name, tensor.shape) for name, tensor in part.items()} for part in (expected, found))
+    if wrong := sorted({name for name, _ in mine ^ theirs})[:3]:
+        raise StateFormatError(f"these {what} are of another controller: {', '.join(wrong)} differ")

@@ -5,7 +5,7 @@ An action is drawn op -> slot -> alpha_speed -> the rest, each given what came b
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -121,18 +121,21 @@ class ActionDistribution:
         return self._draw(lambda distribution, head: distribution.mode())
 
     def _draw(self, draw: Callable[[MaskedCategorical, Head], Tensor]) -> Tensor:
-        spec, op = self.spec, draw(self.op, Head.OP)
-        chosen = {head: torch.full_like(op, spec.defaults[head]) for head in Head} | {Head.OP: op}
-        if Head.SLOT in spec.heads:
-            chosen[Head.SLOT] = draw(self.slot.at(op), Head.SLOT)
-        for pair in self.values:
-            drawn = draw(self._given(pair, chosen), pair[1])
-            chosen[pair[1]] = torch.where(op == spec.ops.index(pair[0]), drawn, chosen[pair[1]])
-        return torch.stack([chosen[head] for head in spec.heads], -1)
+        chosen = {head: torch.full_like(self.op.choices, self.spec.defaults[head]) for head in Head}
+        for head, given, asked in self._walk(chosen):
+            chosen[head] = torch.where(asked, draw(given, head), chosen[head])
+        return torch.stack([chosen[head] for head in self.spec.heads], -1)
 
-    def _given(self, pair: Pair, chosen: Mapping[Head, Tensor]) -> MaskedCategorical:
-        table = self.values[pair].at(chosen[Head.SLOT])
-        return table.at(chosen[Head.ALPHA_SPEED]) if by_speed(self.spec, pair[1]) else table
+    def _walk(self, chosen: Mapping[Head, Tensor]) -> Iterator[tuple[Head, MaskedCategorical, Tensor]]:
+        """(head, its categoricals given what is chosen by then, bool [...]: rows whose op asks it)."""
+        every = torch.ones_like(self.op.choices, dtype=torch.bool)
+        yield Head.OP, self.op, every
+        if Head.SLOT in self.spec.heads:
+            yield Head.SLOT, self.slot.at(chosen[Head.OP]), every
+        for (op, head), table in self.values.items():
+            given = table.at(chosen[Head.SLOT])
+            given = given.at(chosen[Head.ALPHA_SPEED]) if by_speed(self.spec, head) else given
+            yield head, given, chosen[Head.OP] == self.spec.ops.index(op)
 
     def score(self, actions: Tensor) -> Scored:
         """Of actions [..., H]. What is irrelevant to the op, or had one choice, counts nothing."""
@@ -140,19 +143,12 @@ class ActionDistribution:
         if actions.shape != shape:
             raise EsperError(f"actions have shape {list(actions.shape)}; expected {list(shape)}")
         chosen = dict(zip(spec.heads, actions.unbind(-1), strict=True))
-        op = chosen[Head.OP]
-        chosen.setdefault(Head.SLOT, torch.full_like(op, spec.defaults[Head.SLOT]))
-        zero, never = torch.zeros_like(self.op.log_prob(op)), torch.zeros_like(op, dtype=torch.bool)
-        scores = dict.fromkeys(spec.heads, zero) | {Head.OP: self.op.log_prob(op)}
-        relevant = dict.fromkeys(spec.heads, never) | {Head.OP: self.op.choices > 1}
-        if Head.SLOT in spec.heads:
-            which = self.slot.at(op)
-            scores[Head.SLOT], relevant[Head.SLOT] = which.log_prob(chosen[Head.SLOT]), which.choices > 1
-        for pair in self.values:
-            (name, head), given = pair, self._given(pair, chosen)
-            mine = op == spec.ops.index(name)
-            scores[head] = torch.where(mine, given.log_prob(chosen[head]), scores[head])
-            relevant[head] = torch.where(mine, given.choices > 1, relevant[head])
+        chosen.setdefault(Head.SLOT, torch.full_like(self.op.choices, spec.defaults[Head.SLOT]))
+        scores = dict.fromkeys(spec.heads, torch.zeros_like(self.op.log_probs[..., 0]))
+        relevant = dict.fromkeys(spec.heads, torch.zeros_like(self.op.choices, dtype=torch.bool))
+        for head, given, asked in self._walk(chosen):
+            scores[head] = torch.where(asked, given.log_prob(chosen[head]), scores[head])
+            relevant[head] = torch.where(asked, given.choices > 1, relevant[head])
         heads, matters = (torch.stack([part[head] for head in spec.heads], -1) for part in (scores, relevant))
         return Scored(heads.sum(-1), heads, matters)
 
@@ -171,22 +167,15 @@ class ActionDistribution:
     def conditional_entropies(self) -> Tensor:
         """[..., H] in nats: each head's entropy, averaged over what would ask it; zero where nothing can.
         Weights have no gradient and sum to one: a head that is hardly ever asked keeps its own."""
-        return self._averaged(self._asked(), lambda table, share: share * table.entropy())
+        return self._averaged(lambda table, share: share * table.entropy())[0]
 
     def head_entropies(self) -> tuple[Tensor, Tensor]:
         """([..., H] conditional entropies as shares of their most, [..., H] how likely a head is asked)."""
-        asked = self._asked()
-        each = self._averaged(asked, lambda t, share: share * t.entropy() / t.choices.clamp(min=2).log())
-        return each, torch.stack([likely for _, likely in asked], -1)
+        return self._averaged(lambda t, share: share * t.entropy() / t.choices.clamp(min=2).log())
 
-    def _averaged(self, asked: list["Asked"], term: Callable[[MaskedCategorical, Tensor], Tensor]) -> Tensor:
-        """[..., H]: the sum of each head's terms over everything behind the batch."""
-        zero = torch.zeros_like(self.op.log_probs[..., 0])
-        return torch.stack([sum((term(*one).reshape(*zero.shape, -1).sum(-1) for one in shares), zero)
-                            for shares, _ in asked], -1)
-
-    def _asked(self) -> list["Asked"]:
-        """Of each head, without gradients. Shares are made of logarithms: unlikely askers sum to one too."""
+    def _averaged(self, term: Callable[[MaskedCategorical, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """([..., H] sums of each head's terms (categoricals, their shares of being asked), how likely it is
+        asked). Shares have no gradient; they are made of logarithms: unlikely askers sum to one too."""
         asked, zero = _log(self.op)[..., None] + _log(self.slot), torch.zeros_like(self.op.log_probs[..., 0])
         terms = {Head.OP: [(self.op, zero)], Head.SLOT: [(self.slot, _log(self.op))]}
         for (op, head), table in self.values.items():
@@ -194,11 +183,9 @@ class ActionDistribution:
             if by_speed(self.spec, head):
                 weight = weight[..., None] + _log(self.values[op, Head.ALPHA_SPEED])
             terms.setdefault(head, []).append((table, weight))
-        return [_shared(terms[head], zero.dim()) if head in terms else ([], zero) for head in self.spec.heads]
-
-
-Asked = tuple[list[tuple[MaskedCategorical, Tensor]], Tensor]
-"""([(categoricals, their shares of being asked)], [...] how likely the head is asked)."""
+        shares, likely = zip(*(_shared(terms[head], zero.dim()) for head in self.spec.heads), strict=True)
+        sums = [sum((term(*one).reshape(*zero.shape, -1).sum(-1) for one in mine), zero) for mine in shares]
+        return torch.stack(sums, -1), torch.stack(likely, -1)
 
 
 def by_speed(spec: ActionSpec, head: Head) -> bool:
@@ -211,10 +198,12 @@ def _log(choice: MaskedCategorical) -> Tensor:
     return torch.where(choice.mask, choice.log_probs.detach(), -torch.inf)
 
 
-def _shared(terms: list[tuple[MaskedCategorical, Tensor]], batch: int) -> Asked:
+Weighted = tuple[MaskedCategorical, Tensor]
+
+
+def _shared(terms: list[Weighted], batch: int) -> tuple[list[Weighted], Tensor]:
     """From the log-probability that each categorical is asked: (shares of one, the probability of any)."""
-    logs = [torch.where(table.choices > 1, log, -torch.inf) for table, log in terms]
-    logs = [log.reshape(*log.shape[:batch], -1) for log in logs]
+    logs = [torch.where(t.choices > 1, log, -torch.inf).reshape(*log.shape[:batch], -1) for t, log in terms]
     joined = torch.cat(logs, -1)
     share = torch.where(joined > -torch.inf, joined.softmax(-1), 0.0)
     parts = zip(terms, share.split([log.shape[-1] for log in logs], -1), strict=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper.leyline import EsperError, Facts, Head, LifecycleOp, SeedStage, View
 from esper.tamiyo.masks import action_masks
-from esper.tamiyo.scripts import developing, to_spec, waiting
+from esper.tamiyo.scripts import developing, growing
 
 _URGENCY = (LifecycleOp.WAIT, LifecycleOp.GERMINATE, LifecycleOp.SET_ALPHA_TARGET, LifecycleOp.ADVANCE,
             LifecycleOp.PRUNE, LifecycleOp.FOSSILIZE)  # from least to most urgent
@@ -37,38 +37,35 @@ class Heuristic:
         if facts is None:
             raise EsperError("the heuristic reads measurements, and this view has none")
         self._watch(view, facts)
-        wishes, never = self._wishes(view, facts), torch.zeros_like(view.seeds.fading)
-        wished = torch.stack([wishes.get(op, never) for op in spec.ops], 1)  # [N, O, S]
-        worth = self._worth(view, facts)
+        worth, never = self._worth(view, facts), torch.zeros_like(view.seeds.fading)
         need = worth.amax(2)  # [N, S]: of slots with equal wishes the neediest goes first
+        wishes = self._wishes(view, facts, need > 0)
+        wished = torch.stack([wishes.get(op, never) for op in spec.ops], 1)  # [N, O, S]
         rank = torch.tensor([float(_URGENCY.index(op)) for op in spec.ops])[:, None]
         rank = rank + 0.5 * need.argsort(1).argsort(1)[:, None] / spec.slots
         most, best = torch.where(action_masks(view).slot & wished, rank, 0.0).flatten(1).max(1)
         slot = torch.where(most > 0, best % spec.slots, spec.defaults[Head.SLOT])
         op = torch.where(most > 0, torch.tensor(spec.ops)[best // spec.slots], int(LifecycleOp.WAIT))
-        every, full, grows = torch.arange(len(op)), waiting(view), op == LifecycleOp.GERMINATE
-        full[:, Head.OP], full[:, Head.SLOT] = op, slot
+        every, grows = torch.arange(len(op)), op == LifecycleOp.GERMINATE
         blueprint = worth[every, slot].argmax(1)
-        full[:, Head.BLUEPRINT] = torch.where(grows, blueprint, full[:, Head.BLUEPRINT])
         self.tried[every[grows], slot[grows], blueprint[grows]] += 1
         self.stale[grows] = 0
-        return to_spec(spec, full)
+        return growing(view, op, slot, blueprint)
 
     def _watch(self, view: View, facts: Facts) -> None:
         """Count the epochs in which each row made no progress."""
-        shape = (len(view.clock), *facts.prices.shape[:2])
+        new, shape = view.clock == 0, (len(view.clock), *facts.prices.shape[:2])
         if self.tried.shape != shape:
             self.best, self.stale = torch.full(shape[:1], torch.inf), torch.zeros(shape[0])
             self.tried = torch.zeros(shape)
-        new = view.clock == 0
         self.best[new], self.stale[new], self.tried[new] = torch.inf, 0, 0
         loss = torch.where(facts.scores[:, 0].isfinite(), facts.scores[:, 0], torch.inf)
         progress = loss < self.best * (1 - self.config.progress)
         self.stale = torch.where(progress | new, 0, self.stale + 1)
         self.best = torch.minimum(self.best, loss)
 
-    def _wishes(self, view: View, facts: Facts) -> dict[LifecycleOp, Tensor]:
-        """bool [N, S] for every op: where it would be done if it were allowed."""
+    def _wishes(self, view: View, facts: Facts, pays: Tensor) -> dict[LifecycleOp, Tensor]:
+        """bool [N, S] for every op: where it would be done if allowed; `pays` [N, S]: could a seed there?"""
         seeds, left, config = view.seeds, view.horizon - view.clock, self.config
         seen, preview = facts.contribution, facts.preview
         cost = view.price[:, None] * facts.costs[..., 0]
@@ -77,14 +74,10 @@ class Heuristic:
         holding = (seeds.stage == SeedStage.HOLDING) & seen.known
         hopeless = preview.known & (preview.value + config.doubt * preview.standard_error < 0)
         grow = (self.stale >= config.patience) & (left >= config.least_left) & ~developing(view)
-        pays = self._worth(view, facts).amax(2) > 0
-        return {
-            LifecycleOp.FOSSILIZE: holding & ((gain > doubt) | (late & (gain > 0))),
-            LifecycleOp.PRUNE: (holding & ((gain < -doubt) | (late & (gain <= 0))))
-            | ((seeds.stage == SeedStage.TRAINING) & hopeless & (seeds.dwell > config.patience)),
-            LifecycleOp.ADVANCE: ~hopeless,
-            LifecycleOp.GERMINATE: grow[:, None] & pays,
-        }
+        stuck = (seeds.stage == SeedStage.TRAINING) & hopeless & (seeds.dwell > config.patience)
+        return {LifecycleOp.FOSSILIZE: holding & ((gain > doubt) | (late & (gain > 0))),
+                LifecycleOp.PRUNE: (holding & ((gain < -doubt) | (late & (gain <= 0)))) | stuck,
+                LifecycleOp.ADVANCE: ~hopeless, LifecycleOp.GERMINATE: grow[:, None] & pays}
 
     def _worth(self, view: View, facts: Facts) -> Tensor:
         """[N, S, K]: expected gain of each candidate, by its preview if any, or its size, less its price."""

@@ -4,7 +4,7 @@ Legend: N rows (any leading dimensions), S slots, O ops of the spec. An impossib
 nor one that must fail, nor two names of the same action: what has no effect has one choice, its default.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,10 @@ class ActionMasks(NamedTuple):
     def named(self) -> dict[str, Tensor]:
         """Every mask under a flat name, in the order of `from_named`."""
         return {"op": self.op, "slot": self.slot} | {_name(pair): mask for pair, mask in self.values.items()}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "ActionMasks":
+        return ActionMasks(function(self.op), function(self.slot),
+                           {pair: function(mask) for pair, mask in self.values.items()})
 
     @classmethod
     def from_named(cls, spec: ActionSpec, named: Mapping[str, Tensor]) -> "ActionMasks":
@@ -72,10 +76,10 @@ def action_masks(view: View) -> ActionMasks:
         if op is LifecycleOp.GERMINATE:  # in time to be kept, or not at all
             timely = in_time(view)[:, None, default[Head.TEMPO], None]
             slot[:, number] &= values.get((op, Head.TEMPO), timely).any(-1)
+        if Head.SLOT not in spec.heads:
+            slot[:, number] &= _only(spec.slots, default[Head.SLOT])
         if op is LifecycleOp.WAIT:  # names no slot
             slot[:, number] = _only(spec.slots, default[Head.SLOT])
-        elif Head.SLOT not in spec.heads:
-            slot[:, number] &= _only(spec.slots, default[Head.SLOT])
     assert slot.shape == (len(view.clock), len(spec.ops), spec.slots)
     return ActionMasks(slot.any(2), slot, values)
 

@@ -65,6 +65,11 @@ def exact() -> Iterator[None]:
             place.fp32_precision = precision
 
 
+def emptied(hidden: Tensor, reset: Tensor) -> Tensor:
+    """Zeros in the rows to reset."""
+    return torch.where(reset[:, None, None], 0.0, hidden)
+
+
 class Decided(NamedTuple):
     """What the network says of a sequence."""
 
@@ -145,16 +150,12 @@ class FactoredRecurrentActorCritic(nn.Module):
             nn.init.orthogonal_(layer.weight, 0.01)  # type: ignore[arg-type]
         nn.init.orthogonal_(self.value_head[-1].weight, 1.0)  # type: ignore[arg-type]
         nn.init.orthogonal_(self.trunk_op, 1.0)
-        hidden, (inward, inner, *biases) = self.config.hidden, self._lstm_weights()
+        hidden, (inward, inner, *biases) = self.config.hidden, self.lstm.parameters()
         for gate in (*inward.detach().split(hidden), *inner.detach().split(hidden)):
             nn.init.orthogonal_(gate)
         for bias in biases:
             nn.init.zeros_(bias)
         biases[0].detach()[hidden : 2 * hidden].fill_(1.0)  # the forget gate starts open
-
-    def _lstm_weights(self) -> list[nn.Parameter]:
-        """Of inputs, of the memory, and the two biases."""
-        return list(self.lstm.parameters())
 
     @torch.no_grad()
     def rescale_value(self, scale: Tensor) -> None:
@@ -202,9 +203,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         place = clock - torch.where(begins, clock, 0).cummax(0).values  # [T, B] step within it
         count, longest = (torch.stack([stretch[-1, -1], place.max()]) + 1).tolist()
         inputs = features.new_zeros(longest, count, features.shape[2]).index_put((place, stretch), features)
-        first = torch.where(reset[0, :, None, None], 0.0, hidden)
-        memory = hidden.new_zeros(count, *hidden.shape[1:]).index_put((stretch[0],), first)
-        out, _ = self.lstm(inputs, _state(memory))
+        empty = hidden.new_zeros(count, *hidden.shape[1:])
+        out, _ = self.lstm(inputs, _state(empty.index_put((stretch[0],), emptied(hidden, reset[0]))))
         return out[place, stretch], None
 
     def decide(self, memory: Tensor, slot: Tensor, candidate: Tensor,
@@ -260,22 +260,26 @@ class FactoredRecurrentActorCritic(nn.Module):
             raise EsperError(f"privileged inputs have shape {list(privileged.shape)}; this critic expects "
                              f"{[*rows, self.config.privileged]}")
 
+    def step(self, seen: Observation, hidden: Tensor, privileged: Tensor | None) -> tuple[Decided, Tensor]:
+        """`forward` of one step, all without T; the hidden behind a mind without memory is empty."""
+        told = None if privileged is None else privileged[None]
+        decided, behind = self.forward(Observation(*(part[None] for part in seen)), hidden, privileged=told)
+        op, slot, values = decided.logits
+        logits = ActionLogits(op[0], slot[0], {pair: said[0] for pair, said in values.items()})
+        return Decided(logits, decided.value[0]), torch.zeros_like(hidden) if behind is None else behind
+
     @torch.no_grad()
     @exact()
     def get_action(self, seen: Observation, masks: ActionMasks, hidden: Tensor, u: Tensor | None,
                    explore: Tensor | float = 0.0, privileged: Tensor | None = None) -> Acted:
         """Actions of one step [B, ...] by uniform numbers u [B, heads], or the likeliest for None."""
-        decided, behind = self.forward(Observation(*(part.unsqueeze(0) for part in seen)), hidden,
-                                       privileged=None if privileged is None else privileged.unsqueeze(0))
-        behind = self.get_initial_hidden(len(hidden)) if behind is None else behind  # a mind without memory
-        op, slot, values = decided.logits
-        logits = ActionLogits(op[0], slot[0], {pair: said[0] for pair, said in values.items()})
+        (logits, value), behind = self.step(seen, hidden, privileged)
         distribution = ActionDistribution(self.spec, logits, masks, explore)
         actions = distribution.mode() if u is None else distribution.sample(u)
         scored = distribution.score(actions)
-        if not bool((scored.joint.isfinite() & decided.value[0].isfinite()).all()):
+        if not bool((scored.joint.isfinite() & value.isfinite()).all()):
             raise EsperError("what the controller says is not finite; its weights or observations are broken")
-        return Acted(actions, scored.joint, scored.heads, scored.relevant, decided.value[0], behind)
+        return Acted(actions, *scored, value, behind)
 
     def evaluate_actions(self, seen: Observation, masks: ActionMasks, actions: Tensor, hidden: Tensor | None,
                          reset: Tensor | None = None, explore: Tensor | float = 0.0, validate: bool = True,

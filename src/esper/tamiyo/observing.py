@@ -3,7 +3,6 @@
 Legend: N rows, S slots, K blueprints, D numbers of a descriptor.
 """
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ OBSERVATION = ObservationSpec(
         Field("measured"), Field("scores", len(SCORES), True, "measured", "epoch"),
         Field("gap", 1, True, "measured", "epoch"),
         Field("moving"), Field("slopes", len(SCORES), True, "moving", "epoch"),
-        *_SIZES, Field("spent", scaled=True), Field("cost", scaled=True),
-    ),
+        *_SIZES, Field("spent", scaled=True), Field("cost", scaled=True)),
     slot=(
         Field("stage", len(SeedStage)),
         *map(Field, ("dwell", "position", "germinations", "planted", "alpha", "target", "ramp_left",
@@ -35,13 +33,10 @@ OBSERVATION = ObservationSpec(
         Field("contributes"), Field("contribution", 1, True, "contributes"),
         Field("contribution_error", 1, True, "contributes"),
         Field("previewed"), Field("preview", 1, True, "previewed"),
-        Field("preview_error", 1, True, "previewed"),
-    ),
+        Field("preview_error", 1, True, "previewed")),
     candidate=(
         Field("descriptor", DESCRIPTOR), Field("free"), *_SIZES, Field("cost", scaled=True),
-        Field("previewed"), Field("drop", 1, True, "previewed"), Field("drop_error", 1, True, "previewed"),
-    ),
-)
+        Field("previewed"), Field("drop", 1, True, "previewed"), Field("drop_error", 1, True, "previewed")))
 """What Tamiyo sees by default."""
 
 
@@ -60,9 +55,8 @@ def _joined(fields: tuple[Field, ...], values: dict[str, Tensor]) -> Tensor:
     for field in fields:
         value = values[field.name].float()
         value = value.unsqueeze(-1) if field.width == 1 else value
-        if field.known_by:
-            value = torch.where(values[field.known_by].bool().unsqueeze(-1), value, 0.0)
-        columns.append(value)
+        known = values[field.known_by].bool().unsqueeze(-1) if field.known_by else None
+        columns.append(value if known is None else torch.where(known, value, 0.0))
     return torch.cat(columns, -1)
 
 
@@ -70,16 +64,14 @@ def _row(view: View, facts: Facts) -> dict[str, Tensor]:
     left, scores = (view.horizon - view.clock).clamp(min=0), facts.scores
     size, flops = _shares(facts, *(each.sum(1) for each in facts.costs.unbind(-1)))
     return {
-        "epoch": F.one_hot(view.clock.clamp(max=EPOCHS - 1), EPOCHS),
+        "epoch": F.one_hot(view.clock.clamp(max=EPOCHS - 1), EPOCHS), "horizon": _log(view.horizon),
         "progress": view.clock / view.horizon.clamp(min=1), "epochs_left": _log(left),
-        "horizon": _log(view.horizon),
         "free_slots": (view.seeds.stage == SeedStage.DORMANT).float().mean(1),
         "price": _price(view, facts), "flop_price": view.flop_price,
         "measured": scores.isfinite().all(1), "scores": scores, "gap": scores[:, 0] - scores[:, 3],
         "moving": (scores - facts.before).isfinite().all(1), "slopes": scores - facts.before,
         "size": size, "flops": flops, "spent": facts.spent,
-        "cost": _price(view, facts) * size + view.flop_price * facts.spent,
-    }
+        "cost": _price(view, facts) * size + view.flop_price * facts.spent}
 
 
 def _slot(view: View, facts: Facts) -> dict[str, Tensor]:
@@ -98,12 +90,11 @@ def _slot(view: View, facts: Facts) -> dict[str, Tensor]:
         "fading": seeds.fading, "healthy": seeds.healthy, "tempo": seeds.tempo / max(TEMPOS) * planted,
         "style": F.one_hot(seeds.style, len(Style)) * planted[..., None],
         "curve": F.one_hot(seeds.curve, len(AlphaCurve)) * ramping[..., None], "verdicts": view.verdicts,
-        "descriptor": chosen * planted[..., None],
-        "size": size, "flops": flops, "cost": _price(view, facts)[:, None] * size,
+        "descriptor": chosen * planted[..., None], "size": size, "flops": flops,
+        "cost": _price(view, facts)[:, None] * size,
         "contributes": facts.contribution.known, "previewed": facts.preview.known,
         **{name: part.value for name, part in evidence.items()},
-        **{f"{name}_error": part.standard_error for name, part in evidence.items()},
-    }
+        **{f"{name}_error": part.standard_error for name, part in evidence.items()}}
 
 
 def _candidate(view: View, facts: Facts) -> dict[str, Tensor]:
@@ -114,8 +105,7 @@ def _candidate(view: View, facts: Facts) -> dict[str, Tensor]:
         "descriptor": facts.descriptors.expand(*shape, -1),
         "free": view.verdicts[..., LifecycleOp.GERMINATE, None].expand(shape), "size": size.expand(shape),
         "flops": flops.expand(shape), "cost": _price(view, facts)[:, None, None] * size,
-        "previewed": seen.known, "drop": seen.value, "drop_error": seen.standard_error,
-    }
+        "previewed": seen.known, "drop": seen.value, "drop_error": seen.standard_error}
 
 
 def _shares(facts: Facts, params: Tensor, flops: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,14 +131,14 @@ class Normaliser:
     def __init__(self, spec: ObservationSpec, device: torch.device | str = "cpu", limit: float = 5.0) -> None:
         """Scaled values are cut at +-limit."""
         self.spec, self.limit = spec, limit
-        self.parts = [_Columns.of(part) for part in (spec.row, spec.slot, spec.candidate)]
-        self.stats = [torch.zeros(3, part.values, len(part.scaled), dtype=torch.float64)
-                      for part in self.parts]  # [3, C, columns] each: count, mean, sum of squares
+        self.stats: list[Tensor] = []
         self.to(device)
+        self.stats = [torch.zeros(3, part.values, len(part.scaled), dtype=torch.float64, device=device)
+                      for part in self.parts]  # [3, C, columns] each: count, mean, sum of squares
 
     def to(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.parts = [part.to(self.device) for part in self.parts]
+        self.parts = [_Columns.of(part, self.device) for part in vars(self.spec).values()]
         self.stats = [stat.to(device) for stat in self.stats]
 
     def update(self, observation: Observation, rows: Tensor | None = None) -> None:
@@ -186,13 +176,12 @@ class Normaliser:
         met = torch.where(ready, order, 0).cummax(0).values  # [C, columns] the last value below that was met
         mean = torch.where(ready, stat[1], 0.0).gather(0, met).to(values.dtype)
         scale = torch.where(ready, spread, 1.0).gather(0, met).to(values.dtype)
-        one_hot = part.one_hot(values)
-        if one_hot is not None:
+        if (one_hot := part.one_hot(values)) is not None:
             last = torch.where((stat[0] > 1)[:, part.by].any(1), order[:, 0], 0).cummax(0).values
             place = torch.where(last > 0, last, order[:, 0])  # before the first that was met, itself
             one_hot = one_hot @ F.one_hot(place, part.values).to(one_hot.dtype)
-            end = part.start + part.values
-            values = torch.cat([values[..., : part.start], one_hot, values[..., end:]], -1)
+            before, behind = values[..., : part.start], values[..., part.start + part.values :]
+            values = torch.cat([before, one_hot, behind], -1)
         normal = ((values - part.at(mean, one_hot)) / part.at(scale, one_hot)).clamp(-self.limit, self.limit)
         return torch.where(part.scaled, normal * part.known(values), values)
 
@@ -214,18 +203,14 @@ class _Columns(NamedTuple):
     values: int  # C, 1 where there is none
 
     @classmethod
-    def of(cls, fields: tuple[Field, ...]) -> "_Columns":
-        ends = list(itertools.accumulate(field.width for field in fields))
-        starts = {field.name: end - field.width for field, end in zip(fields, ends, strict=True)}
+    def of(cls, fields: tuple[Field, ...], device: torch.device) -> "_Columns":
         each = [field for field in fields for _ in range(field.width)]
-        keys = {field.by for field in fields} - {""}
-        at = next(((starts[field.name], field.width) for field in fields if field.name in keys), (0, 1))
-        return cls(torch.tensor([f.scaled for f in each], dtype=torch.bool),
-                   torch.tensor([starts[f.known_by] if f.known_by else -1 for f in each], dtype=torch.int64),
-                   torch.tensor([bool(f.by) for f in each], dtype=torch.bool), *at)
-
-    def to(self, device: torch.device) -> "_Columns":
-        return self._replace(scaled=self.scaled.to(device), flag=self.flag.to(device), by=self.by.to(device))
+        starts = {field.name: each.index(field) for field in reversed(each)} | {"": -1}
+        key = next((field.by for field in fields if field.by), "")
+        told = ([f.scaled for f in each], [starts[f.known_by] for f in each], [bool(f.by) for f in each])
+        scaled, flag, by = torch.tensor(told, dtype=torch.int64, device=device)
+        start, values = (starts[key], sum(f.name == key for f in each)) if key else (0, 1)
+        return cls(scaled.bool(), flag, by.bool(), start, values)
 
     def known(self, values: Tensor) -> Tensor:
         return (values[..., self.flag.clamp(min=0)] > 0) | (self.flag < 0)

@@ -67,6 +67,5 @@ class Learned:
 
 POLICIES: dict[str, Callable[..., PolicyBundle]] = {
     "wait": Wait, "random": Random, "scripted": Scripted, "heuristic": Heuristic, "triggered": Triggered,
-    "planned": Planned, "learned": Learned.load,
-}
+    "planned": Planned, "learned": Learned.load}
 """Every kind of policy by name; each is called with what it needs."""

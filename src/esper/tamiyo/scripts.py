@@ -20,11 +20,11 @@ def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
     """Full actions [N, heads] as the heads and op numbers of a spec."""
     number = torch.full((len(LifecycleOp),), -1)
     number[torch.tensor(spec.ops)] = torch.arange(len(spec.ops))
-    absent = [head for head in Head if head not in spec.heads]
-    defaults = torch.tensor([spec.defaults[head] for head in absent], dtype=torch.int64)
-    lost = (full[:, absent] != defaults) & torch.tensor(RELEVANCE)[full[:, Head.OP]][:, absent]
+    defaults = torch.tensor([spec.defaults[head] for head in Head])
+    absent = torch.tensor([head not in spec.heads for head in Head])
+    lost = (full != defaults) & torch.tensor(RELEVANCE)[full[:, Head.OP]] & absent
     if bool(lost.any()):
-        chose = absent[int(lost.any(0).nonzero()[0])].name.lower()
+        chose = Head(int(lost.any(0).nonzero()[0])).name.lower()
         raise EsperError(f"a policy chose a {chose}, which this action spec leaves at its default")
     full = full.clone()
     full[:, Head.OP] = number[full[:, Head.OP]]
@@ -36,6 +36,15 @@ def to_spec(spec: ActionSpec, full: Tensor) -> Tensor:
 def waiting(view: View) -> Tensor:
     """Full actions [N, heads] of rows that do nothing."""
     return torch.tensor([view.spec.defaults[head] for head in Head]).repeat(len(view.clock), 1)
+
+
+def growing(view: View, op: Tensor, slot: Tensor, blueprint: Tensor) -> Tensor:
+    """Actions of ops [N] (of LifecycleOp) at slots [N]; what germinates is of a blueprint [N]."""
+    full = waiting(view)
+    full[:, Head.OP], full[:, Head.SLOT] = op, slot
+    grows = op == LifecycleOp.GERMINATE
+    full[:, Head.BLUEPRINT] = torch.where(grows, blueprint, full[:, Head.BLUEPRINT])
+    return to_spec(view.spec, full)
 
 
 def developing(view: View) -> Tensor:
@@ -135,7 +144,8 @@ class Triggered:
         grows = fires[self.trigger.expand(rows), torch.arange(rows)]
         grows &= view.seeds.germinations.sum(1) < self.most
         blueprint = torch.tensor([[spec.blueprints.index(c.blueprint)] for c in self.configs])
-        return _grow_and_keep(view, grows[:, None], blueprint.expand(rows, spec.slots), self.backwards)
+        blueprint, never = blueprint.expand(rows, spec.slots), torch.zeros_like(view.done)
+        return _grow_and_keep(view, grows[:, None], blueprint, self.backwards, never)
 
 
 class Planned:
@@ -152,8 +162,7 @@ class Planned:
         return _grow_and_keep(view, due, self.blueprint, torch.tensor(False), last)
 
 
-def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor,
-                   hurry: Tensor | None = None) -> Tensor:
+def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor, hurry: Tensor) -> Tensor:
     """Actions of rows that fossilize what they may, then advance, then germinate where `grows` ([N, S] or
     [N, 1]), in the first such slot or the last if `backwards`; those in a `hurry` [N] germinate first."""
     spec, every = view.spec, torch.arange(len(view.clock))
@@ -161,12 +170,10 @@ def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tens
     grow, never = allowed[LifecycleOp.GERMINATE] & grows, torch.zeros_like(view.seeds.fading)
     wishes = ((LifecycleOp.GERMINATE, grow), (LifecycleOp.ADVANCE, allowed.get(LifecycleOp.ADVANCE, never)),
               (LifecycleOp.FOSSILIZE, allowed.get(LifecycleOp.FOSSILIZE, never)),
-              (LifecycleOp.GERMINATE, never if hurry is None else grow & hurry[:, None]))
-    full = waiting(view)
-    for op, where in wishes:  # the last one counts
-        slot = torch.where(backwards, spec.slots - 1 - where.flip(1).int().argmax(1), where.int().argmax(1))
-        full[where.any(1), Head.OP] = int(op)
-        full[:, Head.SLOT] = torch.where(where.any(1), slot, full[:, Head.SLOT])
-    born = full[:, Head.OP] == LifecycleOp.GERMINATE
-    full[:, Head.BLUEPRINT] = torch.where(born, blueprint[every, full[:, Head.SLOT]], full[:, Head.BLUEPRINT])
-    return to_spec(spec, full)
+              (LifecycleOp.GERMINATE, grow & hurry[:, None]))
+    op, slot = waiting(view)[:, [Head.OP, Head.SLOT]].unbind(1)
+    for wish, where in wishes:  # the last one counts
+        first, last = where.int().argmax(1), spec.slots - 1 - where.flip(1).int().argmax(1)
+        slot = torch.where(where.any(1), torch.where(backwards, last, first), slot)
+        op = torch.where(where.any(1), int(wish), op)
+    return growing(view, op, slot, blueprint[every, slot])
