@@ -163,7 +163,7 @@ class Loop:
     @staticmethod
     def _parts(net: nn.Module) -> list[list[nn.Parameter]]:
         seeds = [list(graft.parameters()) for graft in net.grafts]
-        return [[*net.stages.parameters(), *net.head.parameters()], *seeds]
+        return [list(dict.fromkeys([*net.stages.parameters(), *net.head.parameters()])), *seeds]
 
     def run(self, x: Tensor, y: Tensor, steps: int) -> None:
         for _ in range(steps):
@@ -173,7 +173,7 @@ class Loop:
         self.optim.zero_grad(set_to_none=True)
         for i, net in enumerate(self.nets):
             logits = net(x[:, i]).to(torch.promote_types(self.dtype, torch.float32))
-            F.cross_entropy(logits, y[:, i]).backward()
+            F.cross_entropy(logits.flatten(0, -2), y[:, i].flatten()).backward()  # of every token, if there are
         self._clip()
         self.optim.step()
 

@@ -35,7 +35,7 @@ class PopulationBench(Bench):
     """
 
     host: str = "conv1d"
-    """Host kind: mlp, conv1d or cnn."""
+    """Host kind: mlp, conv1d, cnn, resnet or gpt."""
     rows: int = 64
     """Hosts in the population."""
     loop_rows: int = 0
@@ -88,8 +88,10 @@ def measure(config: PopulationBench) -> Result:
                             compute_dtype=DTYPES[config.dtype], compile=config.compile)
     x = torch.randn(config.batch, config.rows, *population.host.inputs, generator=generator)
     x = x.to(config.device, DTYPES[config.dtype])
-    y = torch.randint(population.host.classes, (config.batch, config.rows), generator=generator)
-    y = y.to(config.device)
+    if population.host.tokens:
+        x = torch.randint(population.host.classes, x.shape, generator=generator).to(config.device)
+    labels = population.objective.label_shape(x)
+    y = torch.randint(population.host.classes, labels, generator=generator).to(config.device)
 
     def epoch() -> None:
         random_topology(population, generator)

@@ -139,6 +139,13 @@ def test_masks_of_another_shape_are_refused(wrong: str) -> None:
         empty(2, 2).add(made._replace(masks=made.masks._replace(op=change(made.masks.op))))
 
 
+def test_a_step_without_a_mask_is_refused() -> None:
+    made, buffer = step(2, torch.Generator().manual_seed(0)), empty(2, 2)
+    with pytest.raises(EsperError, match=r"the step has no 'mask\..*'; nothing was added"):
+        buffer.add(made._replace(masks=made.masks._replace(values=dict(list(made.masks.values.items())[1:]))))
+    assert buffer.filled == 0
+
+
 def test_a_full_or_empty_rollout_says_so() -> None:
     generator, buffer = torch.Generator().manual_seed(0), empty(1, 2)
     with pytest.raises(EsperError, match="this rollout is empty"):

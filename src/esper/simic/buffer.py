@@ -136,6 +136,8 @@ class TamiyoRolloutBuffer:
                   if name in self._tails}
         if step.privileged is None:
             parts["privileged"] = step.reward.new_zeros(len(step.reward), 0)
+        if missing := sorted(self._tails.keys() - parts.keys()):
+            raise EsperError(f"the step has no {missing[0]!r}; nothing was added")
         for name, (tail, dtype) in self._tails.items():
             self._check(name, parts[name], (self.spec.rows, *tail), dtype)
         self._check("hidden", step.hidden, (self.spec.rows, 2, self.spec.hidden), self._hidden.dtype)
