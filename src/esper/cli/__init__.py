@@ -18,6 +18,8 @@ from esper.leyline import EsperError
 COMMANDS = {
     "demo": (options.Demo, "demo", "train a controller for a minute and meet the shipped one"),
     "tasks": (options.TasksList, "tasks", "list the tasks, their published scores and their data"),
+    "tasks add": (options.TasksAdd, "tasks", "make a task of your own data"),
+    "tasks remove": (options.TasksRemove, "tasks", "take a task of your own away"),
     "tasks add-data": (options.TasksAddData, "tasks", "check a task's files and remember their folder"),
     "train": (options.Train, "train", "let a controller learn on a family of scenarios"),
     "prove": (options.Prove, "prove", "put trained controllers before the court"),
