@@ -27,11 +27,9 @@ def tasks_table() -> Table:
 def _add(config: TasksAdd) -> str:
     task = Task.from_file(config.name, config.path, config.objective.replace("-", "_"), target=config.target,
                           context=config.context, replace=config.replace)
-    train, validation, test = (f"{size:,}" for size in task.sizes)
-    shape = " x ".join(map(str, task.inputs))
-    outputs = f" into {task.classes} classes" if task.names else ""
-    return (f"{task.name}: {task.objective}{outputs} of samples {shape} for the {task.host} host; "
-            f"{train} train, {validation} validate, {test} test")
+    outputs = f", {task.classes} classes" if task.names else ""
+    return (f"{task.name}: {task.objective}{outputs}, inputs {list(task.inputs)} for a {task.host} host; "
+            "{:,} samples train, {:,} validate, {:,} test".format(*task.sizes))
 
 
 def run(config: TasksList | TasksAdd | TasksRemove | TasksAddData, console: Console) -> None:

@@ -99,7 +99,8 @@ def _inputs(x: NDArray[Any]) -> NDArray[Any]:
         raise EsperError(f"x has shape {list(x.shape)}; expected [samples, features], [samples, channels, "
                          "length] or [samples, channels, height, width]")
     _check_finite("x", x)
-    return x if x.dtype in (np.uint8, np.float32) else x.astype(np.float64)
+    x = x if x.dtype in (np.uint8, np.float32) else x.astype(np.float64)
+    return x + x.dtype.type(0)  # -0.0 is 0.0: equal samples have equal bytes
 
 
 def _classes(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
@@ -139,7 +140,7 @@ def prepare(x: Any, y: Any, objective: str, held: int = 0) -> Made:
     host, inputs = HOSTS[x.ndim], x.shape[1:]
     if kind.label_dtype.is_floating_point:
         _check_finite("y", y)
-        y = y.astype(np.float64)
+        y = y.astype(np.float64) + 0.0
         order, sizes = _split(x, y, held)
         known = y[order[: sizes[0]]]
         if known.min() == known.max():
