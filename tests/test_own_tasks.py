@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -294,6 +296,17 @@ class Endless(IterableDataset[Any]):
         return iter(())
 
 
+def test_the_page_on_data_runs_and_names_every_digest() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(block, {})
+    for task in tasks.TASKS.values():
+        source = task.source
+        assert not isinstance(source, own.Stored)
+        digests = [file.sha256 for file in source.files] if isinstance(source, tasks.Files) else [source.labels]
+        assert all(f"`{digest[:12]}`" in page for digest in digests)
+
+
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "NaN": (lambda: Task.from_arrays("t", changed((3, 1), np.nan), Y), "x holds nan in sample 3, column 1"),
     "inf": (lambda: Task.from_arrays("t", changed((59, 3), -np.inf), Y), "x holds -inf in sample 59, column 3"),
@@ -327,6 +340,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "tokens in 3-d": (lambda: Task.from_arrays("t", np.ones((20, 2, 2)), objective="next_token"), "expected tokens"),
     "same tokens": (lambda: Task.from_arrays("t", np.ones((20, 3)), objective="next_token"), "holds '1' alone"),
     "short text": (lambda: Task.from_text("t", "a" * 649), "the text has 649 bytes; with a context of 64 it needs 650"),
+    "no text": (lambda: Task.from_text("t", 5), "a text cannot be a int"),
+    "huge label": (lambda: Task.from_arrays("t", X, Y * 1e30), "which is not whole"),
     "one letter": (lambda: Task.from_text("t", "a" * 999), "the text holds '97' alone"),
     "context": (lambda: Task.from_text("t", "ab" * 999, context=0), "a context of 0 tokens is impossible"),
     "no such dataset": (lambda: Task.from_dataset("t", Endless()), "a Endless cannot be read .*map-style"),
@@ -399,6 +414,8 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], object], str, list[str]]] = {
     "unreadable": ("pets", unreadable, "x.png cannot be read as a picture", []),
     "folder in a class": ("pets", lambda path: (pictures(path) / "dog" / "puppies").mkdir(), "puppies cannot be read", []),
     "16 bits": ("pets", deep, "is a picture of mode I;16; expected 8 bits", []),
+    "no file": ("x.txt", os.mkfifo, "there is no such file or folder", []),
+    "name too long": ("x" * 300, lambda path: None, "cannot be read: File name too long", []),
     "empty text": ("x.txt", lambda path: path.touch(), "the file is empty", []),
     "classes of a text": ("x.txt", lambda path: path.write_text("a"), "text for the objective next-token, not regression", ["--objective", "regression"]),
 }
@@ -435,6 +452,15 @@ def test_a_full_disk_leaves_nothing_behind(data: Path, monkeypatch: pytest.Monke
     assert not list(data.glob("tasks/*"))
 
 
+def test_a_file_in_place_of_the_data_directory_is_one_sentence(data: Path) -> None:
+    data.write_text("a file")
+    with pytest.raises(esper.EsperError, match="set ESPER_DATA to a folder you can write to"):
+        Task.from_arrays("mine", X, Y)
+    assert data.read_text() == "a file"
+    with pytest.raises(esper.EsperError, match="no task 5; choose from"):
+        find_task(5)  # type: ignore[arg-type]
+
+
 def sheets(folder: Path, originals: Path) -> Path:
     """CIFAR's files as the npm package has them."""
     folder.mkdir()
@@ -460,7 +486,7 @@ def test_sheets_of_cifar_become_the_original_files(data: Path, tmp_path: Path, m
     assert load_task("cifar10").x.shape == (40, 3, 32, 32)
     (package / "test_lables.json").write_text("[1, 2]")
     (data / "cifar10" / "test_batch.bin").unlink()
-    with pytest.raises(esper.EsperError, match=r"test_lables.json does not hold a label for every picture"):
+    with pytest.raises(esper.EsperError, match=r"test_batch.png and .*test_lables.json do not hold 32 x 32 pictures and a label for each"):
         tasks.add_data("cifar10", package)
     monkeypatch.undo()
     monkeypatch.setenv("ESPER_DATA", str(tmp_path / "other"))

@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ def all_or_nothing(paths: Sequence[Path]) -> Iterator[None]:
         yield
     except BaseException:
         for path in new:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
         raise
 
 

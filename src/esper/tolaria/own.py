@@ -107,7 +107,8 @@ def _classes(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[
     """Class numbers 0 .. k-1 in the order of what was given, and that as text."""
     if values.dtype.kind != "U":
         _check_finite(name, values)
-        whole = values.astype(np.int64)
+        with np.errstate(invalid="ignore"):  # beyond an int64
+            whole = values.astype(np.int64)
         if (wrong := whole != values).any():
             raise EsperError(f"{name} holds {values[wrong][0]}, which is not whole; classes are whole "
                              "numbers or text, other numbers are for the objective regression")
@@ -154,8 +155,8 @@ def prepare(x: Any, y: Any, objective: str, held: int = 0) -> Made:
                              "the objective regression if y is a number to predict")
         order, sizes = _split(x, y, held)
         if missing := set(range(len(names))) - set(y[order[: sizes[0]]].tolist()):
-            raise EsperError(f"class {names[min(missing)]!r} has no sample in the training split; "
-                             "give more samples of it, or none")
+            raise EsperError(f"class {names[min(missing)]!r} has no sample in the training split"
+                             f"{' that is not in the test split' if held else ''}; give more of it, or none")
         description = Description(host, inputs, len(names), sizes, objective, names)
     return Made.of(description, x[order], y[order])
 
@@ -164,6 +165,8 @@ def prepare_text(text: str | bytes, context: int) -> Made:
     """Tokens are bytes: three contiguous parts, each cut into windows of `context` that do not overlap."""
     if isinstance(context, bool) or not isinstance(context, int) or context < 1:
         raise EsperError(f"a context of {context!r} tokens is impossible; give a whole number of at least 1")
+    if not isinstance(text, (str, bytes)):
+        raise EsperError(f"a text cannot be a {type(text).__name__}; give str or bytes")
     data = np.frombuffer(text.encode(errors="replace") if isinstance(text, str) else text, np.uint8)
     if len(data) < (least := 10 * (context + 1)):  # a window in each split
         raise EsperError(f"the text has {len(data)} bytes; with a context of {context} it needs {least}")
@@ -243,7 +246,7 @@ def names() -> list[str]:
 
 
 def known(name: str) -> bool:
-    return bool(NAME.fullmatch(name)) and os.path.isfile(_description(name))
+    return isinstance(name, str) and bool(NAME.fullmatch(name)) and _description(name).is_file()
 
 
 def describe(name: str) -> Description:
@@ -270,18 +273,18 @@ def store(name: str, made: Made, replace: bool) -> None:
 
 
 def remove(name: str) -> None:
-    """Take an own task away, its description first."""
+    """Take an own task away."""
     if not known(name):
         raise EsperError(f"there is no task {name!r} of your own; "
                          f"there are {', '.join(names()) or 'none'}, and built-in tasks stay")
-    _description(name).unlink()
     _forget(name, [])
 
 
 def _forget(name: str, kept: list[Path]) -> None:
-    for path in folder().glob(f"{name}.*"):
+    for path in sorted(folder().glob(f"{name}.*"), reverse=True):  # the description comes first
         if path not in kept:
-            path.unlink(missing_ok=True)
+            with files.writing(path):
+                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

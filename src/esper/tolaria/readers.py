@@ -36,15 +36,15 @@ class Asked:
 def read(path: str | Path, asked: Asked) -> Made:
     """The task that a file or folder holds."""
     path = Path(path).expanduser()
-    reader = _pictures if path.is_dir() else READERS.get(path.suffix.lower(), _text)
-    if asked.objective == "next_token" and reader in (_table, _series):
-        reader = _text
     try:
-        if not path.exists():
+        reader = _pictures if path.is_dir() else READERS.get(path.suffix.lower(), _text)
+        if asked.objective == "next_token" and reader in (_table, _series):
+            reader = _text
+        if not path.is_dir() and not path.is_file():
             raise EsperError("there is no such file or folder")
         if asked.target and reader is not _table:
             raise EsperError("--target names a column of a .csv file, which this is not")
-        if path.is_file() and not path.stat().st_size:
+        if not path.stat().st_size and path.is_file():
             raise EsperError("the file is empty")
         return reader(path, asked)
     except EsperError as error:
@@ -139,7 +139,7 @@ def _table(path: Path, asked: Asked) -> Made:
                          f"there are {', '.join(header)}")
     features = {column: name for column, name in enumerate(header) if name != target}
     if not features:
-        raise EsperError(f"there is no column beside {target!r} to learn from")
+        raise EsperError(f"there is no column beside {target!r} to learn from; commas separate columns")
     y = _labels(rows, header.index(target), target)
     return prepare(_numbers(rows, features), y, asked.objective or _looks_like(y))
 
@@ -206,23 +206,21 @@ def unpack_sheets(folder: Path, originals: tuple[DataFile, ...]) -> Path:
     two JSON files. Returns the folder with the original files, which are made in the data directory."""
     if files.find_file(folder, originals[0].name) or not (folder / "data_batch_1.png").is_file():
         return folder
-    made: dict[Path, bytes] = {}
-    used = dict.fromkeys(("train", "test"), 0)
-    for file in originals:
-        sheet, split = folder / file.name.replace(".bin", ".png"), "test" if file.part == TEST else "train"
-        pixels = picture(sheet).transpose(1, 0, 2)  # [pictures, 3, 1024]
-        labels = folder / f"{split}_lables.json"  # so spelt there
+    kept, made = files.data_directory() / "cifar10", dict[Path, bytes]()
+    for number, file in enumerate(originals):
+        sheet = folder / file.name.replace(".bin", ".png")
+        labels = folder / f"{file.part}_lables.json"  # so spelt there
         try:
-            some = np.array(json.loads(labels.read_bytes())[used[split] :][: len(pixels)], np.uint8)
-            records = np.concatenate([some[:, None], pixels.reshape(len(pixels), -1)], axis=1)
-        except (OSError, ValueError, TypeError, OverflowError, IndexError) as error:
-            raise EsperError(f"{labels} does not hold a label for every picture of {sheet}; "
+            pixels = picture(sheet).transpose(1, 0, 2).reshape(-1, 3072)  # a row is one picture of 3 x 1024
+            first = 0 if file.part == TEST else number * len(pixels)
+            told = np.array(json.loads(labels.read_bytes())[first : first + len(pixels)], np.uint8)
+            made[kept / file.name] = np.concatenate([told[:, None], pixels], axis=1).tobytes()
+        except (OSError, ValueError, TypeError, LookupError, OverflowError) as error:
+            raise EsperError(f"{sheet} and {labels} do not hold 32 x 32 pictures and a label for each; "
                              f"{files.REPLACE}") from error
-        used[split] += len(pixels)
-        made[files.data_directory() / "cifar10" / file.name] = records.tobytes()
-        files.check_digest(sheet, records.tobytes(), file.sha256)
+        files.check_digest(sheet, made[kept / file.name], file.sha256)
     with files.all_or_nothing(list(made)):
         for path, content in made.items():
             with files.writing(path):
                 atomic_write(path, content)
-    return files.data_directory() / "cifar10"
+    return kept
