@@ -319,6 +319,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "too many classes": (lambda: Task.from_arrays("t", X, np.arange(60)), "y has 60 classes in 60 samples"),
     "rare class": (lambda: Task.from_arrays("t", np.arange(60.0)[:, None], np.arange(60) == 7), "class '1' has no sample in the training"),
     "few samples": (lambda: Task.from_arrays("t", X[:9], Y[:9]), "there are 9 samples; a task needs at least 10"),
+    "a number": (lambda: Task.from_arrays("t", 5, 5), r"y has shape \[\] and x \[1\]"),
     "no samples": (lambda: Task.from_arrays("t", [], []), "0 samples"),
     "all the same": (lambda: Task.from_arrays("t", X * 0, Y > 0), "2 different samples to split; 3 splits need"),
     "lengths": (lambda: Task.from_arrays("t", X, Y[:-1]), r"y has shape \[59\] and x \[60, 4\]; expected y of shape \[60\]"),

@@ -126,13 +126,14 @@ class TasksAddData:
 
 @dataclass(frozen=True)
 class TasksAdd:
-    """Make a task of your own data: a .csv, .npz or UCR .tsv file, a folder with a subfolder of pictures for
-    each class, or any other file as text.
+    """Make a task of your own data, which is checked, split and copied.
 
     Example: esper tasks add iris iris.csv --target species"""
 
     name: Annotated[str, Positional, arg(metavar="NAME")]  # Of the task: letters, digits, - and _.
-    path: Annotated[Path, Positional, arg(metavar="PATH")]  # File or folder; it is copied.
+    path: Annotated[Path, Positional, arg(metavar="PATH")]
+    """File .csv, .npz or (as UCR has it) .tsv, folder with a subfolder of pictures for each class, or any
+    other file as text."""
     target: Annotated[str, arg(metavar="COLUMN")] = ""  # Label column of a .csv; by default the last.
     objective: Annotated[str, arg(metavar="OBJECTIVE")] = ""
     """classification, regression or next-token; by default what the labels look like."""

@@ -122,7 +122,7 @@ def _classes(name: str, values: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[
 def prepare(x: Any, y: Any, objective: str, held: int = 0) -> Made:
     """Check and split samples: x [n, *inputs] and a label for each; for next_token whole numbers x [n, T] and
     y [n, T], or x [n, T + 1] without y. The last `held` samples are the test split if there are any."""
-    kind, x = find_objective(objective), _array("x", x)
+    kind, x = find_objective(objective), np.atleast_1d(_array("x", x))
     if y is None and not kind.tokens:
         raise EsperError(f"y is missing; {objective} needs a label for each sample")
     if kind.tokens and (x.ndim != 2 or x.shape[1] < 1 + (y is None)):
@@ -144,7 +144,7 @@ def prepare(x: Any, y: Any, objective: str, held: int = 0) -> Made:
         y = y.astype(np.float64) + 0.0
         order, sizes = _split(x, y, held)
         known = y[order[: sizes[0]]]
-        if known.min() == known.max():
+        if known.min() == known.max() or not known.std():
             raise EsperError(f"y is {known[0]} in all training samples; there is nothing to predict")
         description = Description(host, inputs, 1, sizes, objective, mean=float(known.mean()),
                                   deviation=float(known.std()))

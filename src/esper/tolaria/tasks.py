@@ -24,6 +24,9 @@ from esper.tolaria.sources import CIFAR10, FASHION, MNIST, Files, Generated, mak
 
 @dataclass(frozen=True)
 class Task:
+    """What there is to learn. `from_arrays`, `from_dataset`, `from_text` and `from_file` make one of your own
+    data and store it; from then on its name is known, to other processes as well."""
+
     name: str
     host: str  # kind that it is meant for
     inputs: tuple[int, ...]  # shape of one sample as that host takes it
