@@ -246,12 +246,14 @@ def test_the_list_and_remove(data: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["tasks", "add-data", "a-b", "."]) == 2
 
 
-def test_a_family_plays_on_an_own_task() -> None:
-    Task.from_arrays("mine", X, Y)
-    host = esper.Host("mlp", (4,), (8, 8), classes=3)
+@pytest.mark.parametrize("objective", ["classification", "regression"])
+def test_a_family_plays_on_an_own_task(objective: str) -> None:
+    task = Task.from_arrays("mine", X, Y, objective)
+    host = esper.Host(task.host, task.inputs, (8, 8), classes=task.classes)
     family = esper.Family("own", "mine", host, (esper.Kind("plain"),), horizons=(2,), batch=12)
     env = esper.MorphogeneticEnv(family, rows=3)
     episodes = esper.play(env, esper.Random(), family.scenarios(3))
+    assert family.objective == objective
     assert bool(episodes.utility().isfinite().all())
 
 
@@ -369,6 +371,13 @@ def spoiled(row: int, column: int, cell: str) -> Callable[[Path], object]:
     return lambda path: csv(path, rows)
 
 
+def damaged(path: Path) -> None:
+    np.savez_compressed(path, x=X, y=Y)
+    content = bytearray(path.read_bytes())
+    content[200:400] = bytes(200)
+    path.write_bytes(content)
+
+
 def wrong_size(path: Path) -> None:
     image(pictures(path) / "dog" / "big.png", (6, 4))
 
@@ -400,6 +409,7 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], object], str, list[str]]] = {
     "labels not whole": ("x.csv", lambda path: csv(path, [(a, b, b) for a, b, _ in ROWS]), "which is not whole", ["--objective", "classification"]),
     "objective": ("x.csv", lambda path: csv(path, ROWS), "no objective 'guess'", ["--objective", "guess"]),
     "no archive": ("x.npz", lambda path: path.write_bytes(b"PK nonsense"), "it is no .npz file of plain arrays", []),
+    "damaged archive": ("x.npz", damaged, "it is no .npz file of plain arrays", []),
     "no y": ("x.npz", lambda path: np.savez(path, x=X, z=Y), "there is no array 'y' in it, but x, z", []),
     "pickles": ("x.npz", lambda path: np.savez(path, x=X, y=np.array([{}] * 60)), "it is no .npz file of plain arrays", []),
     "target of arrays": ("x.npz", lambda path: np.savez(path, x=X, y=Y), "--target names a column of a .csv file", ["--target", "y"]),

@@ -4,6 +4,7 @@
 import csv
 import json
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def _arrays(path: Path, asked: Asked) -> Made:
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = dict(stored)
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, AttributeError, TypeError, zlib.error, zipfile.BadZipFile) as error:
         raise EsperError(f"it is no .npz file of plain arrays ({error})") from error
     for name in ("x",) if asked.objective == "next_token" else ("x", "y"):
         if name not in arrays:
