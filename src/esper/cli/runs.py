@@ -16,6 +16,7 @@ from esper.leyline.storage import decoding, read_bytes, read_json, read_state, w
 from esper.simic.proof.processes import PREPARATIONS
 from esper.simic.training import CHECKPOINT, TrainConfig
 from esper.tamiyo import Controller
+from esper.tolaria.tasks import task_digest
 
 DESCRIPTION, STORE = "run.json", "run.db"
 
@@ -63,7 +64,8 @@ def use_plugins(paths: Sequence[Path]) -> None:
 
 def write_description(folder: Path, config: TrainConfig, about: dict[str, Any] | None = None) -> None:
     stamp = about or {"made with": provenance(config.env.device), "declared": []}
-    write_json(folder / DESCRIPTION, "run", {"config": to_dict(config), **stamp})
+    task = task_digest(config.env.family.task)
+    write_json(folder / DESCRIPTION, "run", {"config": to_dict(config), "task": task, **stamp})
 
 
 def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
@@ -74,6 +76,10 @@ def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
     body = read_json(path, "run")
     with decoding(path, "run"):
         config = from_dict(TrainConfig, body["config"], str(path))
+        name = config.env.family.task
+        if body.get("task", "") != task_digest(name):
+            raise EsperError(f"the run in {folder} was begun when the task {name} had other data; "
+                             f"add that again: esper tasks add {name} PATH --replace")
         return config, {name: body[name] for name in ("made with", "declared")}
 
 

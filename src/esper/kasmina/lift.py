@@ -52,21 +52,17 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if x.is_cuda and layer.groups == 1 and x.dim() == 5 and layer.in_channels % 4:
         # cuDNN runs odd channel counts one group at a time; a few channels of zeros make it faster.
         x, weight = (F.pad(t, (0, 0, 0, 0, 0, -layer.in_channels % 4)) for t in (x, weight))
-    conv, copies, outputs = F.conv1d if x.dim() == 4 else F.conv2d, x.shape[1], weight.shape[1]
-    how = layer.stride, layer.padding, layer.dilation
-    if not x.is_cuda and layer.groups == 1 and x.dim() == 5 and copies > 1 and x.shape[2] > 1 and (
-            x.shape[2] % 8 or outputs % 8):
-        # oneDNN's grouped 2-d kernels are slower than a loop unless channels fill blocks of eight.
-        if not 4 < x.shape[2] <= 8 or outputs > 8:
-            biases = [None] * copies if bias is None else bias.unbind()
-            parts = zip(x.unbind(1), weight.unbind(), biases, strict=True)
-            return torch.stack([conv(part, w_, b, *how) for part, w_, b in parts], 1)
-        x, more = F.pad(x, (0, 0, 0, 0, 0, 8 - x.shape[2])), 8 - outputs
-        weight = F.pad(weight, (0, 0, 0, 0, 0, 8 - weight.shape[2], 0, more))
-        bias = None if bias is None else F.pad(bias, (0, more))
+    conv, how = F.conv1d if x.dim() == 4 else F.conv2d, (layer.stride, layer.padding, layer.dilation)
+    ragged = x.shape[2] % 8 or weight.shape[1] % 8
+    several = min(x.shape[1], x.shape[2], *layer.kernel_size) > 1  # copies, inputs, taps
+    if not x.is_cuda and layer.groups == 1 and x.dim() == 5 and ragged and several:
+        # oneDNN's grouped 2-d kernels are slower than a loop where channels do not fill blocks of eight.
+        biases = [None] * x.shape[1] if bias is None else bias.unbind()
+        parts = zip(x.unbind(1), weight.unbind(), biases, strict=True)
+        return torch.stack([conv(*part, *how) for part in parts], 1)
     out = conv(x.flatten(1, 2), weight.flatten(0, 1), None if bias is None else bias.flatten(), *how,
-               copies * layer.groups)
-    return out.unflatten(1, (copies, -1)).narrow(2, 0, outputs)
+               x.shape[1] * layer.groups)
+    return out.unflatten(1, (x.shape[1], -1))
 
 
 def _conv_as_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, ...]) -> Tensor:

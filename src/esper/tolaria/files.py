@@ -10,8 +10,8 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from esper.leyline import EsperError
 from esper.leyline.codec import from_dict
 from esper.leyline.storage import atomic_write, read_json, write_json
 
-Samples = tuple[NDArray[Any], NDArray[np.int64]]
-"""x [n, *inputs] as stored, y [n]."""
+Samples = tuple[NDArray[Any], NDArray[Any]]
+"""x [n, *inputs] as stored, y [n]; tokens: y as x."""
+TRAIN, TEST = "train", "test"
+"""The two parts a source keeps apart; the first holds the training and the validation split."""
 REPLACE = "replace it with the original"
 
 
@@ -56,11 +58,24 @@ def writing(path: Path) -> Iterator[None]:
                          "set ESPER_DATA to a folder you can write to") from error
 
 
+@contextmanager
+def all_or_nothing(paths: Sequence[Path]) -> Iterator[None]:
+    """Around the writing of several files: if it fails, those that are new are gone again."""
+    new = [path for path in paths if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in new:
+            with suppress(OSError):
+                path.unlink()
+        raise
+
+
 def cache_path(task: str, part: str) -> Path:
     return data_directory() / f"{task}-{part}.safetensors"
 
 
-def _digest(recipe: str, arrays: Samples) -> str:
+def digest_of(recipe: str, arrays: Samples) -> str:
     """Of values, types, shapes and what they should be: a renamed or outdated cache is a wrong one."""
     result = hashlib.sha256(recipe.encode())
     for array in arrays:
@@ -71,18 +86,18 @@ def _digest(recipe: str, arrays: Samples) -> str:
 def write_cache(path: Path, recipe: str, arrays: Samples) -> None:
     tensors = {name: np.ascontiguousarray(array) for name, array in zip("xy", arrays, strict=True)}
     with writing(path):
-        atomic_write(path, save(tensors, {"sha256": _digest(recipe, arrays)}))
+        atomic_write(path, save(tensors, {"sha256": digest_of(recipe, arrays)}))
 
 
-def read_cache(path: Path, recipe: str) -> Samples:
-    again = "delete it and run again to have it made anew"
+def read_cache(path: Path, recipe: str,
+               again: str = "delete it and run again to have it made anew") -> Samples:
     try:
         with safe_open(path, "numpy") as file:
             arrays = file.get_tensor("x"), file.get_tensor("y")
             stored = (file.metadata() or {}).get("sha256")
     except (SafetensorError, OSError) as error:
         raise EsperError(f"{path} cannot be read as safetensors; {again}") from error
-    if stored != _digest(recipe, arrays):
+    if stored != digest_of(recipe, arrays):
         raise EsperError(f"{path} does not match its checksum; {again}")
     return arrays
 
@@ -133,7 +148,7 @@ def _check_size(path: Path, data: bytes, expected: int) -> None:
         raise EsperError(f"{path} is {kind} {expected} bytes, decompressed; {REPLACE}")
 
 
-def _check_digest(path: Path, data: bytes, sha256: str) -> None:
+def check_digest(path: Path, data: bytes, sha256: str) -> None:
     if hashlib.sha256(data).hexdigest() != sha256:
         raise EsperError(f"{path} has the wrong sha256 checksum; {REPLACE}")
 
@@ -160,7 +175,7 @@ def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tupl
             raise EsperError(f"{path} does not hold {shown} values by its own header; {REPLACE}")
         _check_size(path, data, size)
         unpacked.append(np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape))
-        _check_digest(path, data, file.sha256)
+        check_digest(path, data, file.sha256)
     images, labels = unpacked[0].reshape(count, *inputs), unpacked[1].astype(np.int64)
     _check_labels(path, labels, classes)
     return images, labels
@@ -174,7 +189,7 @@ def read_cifar(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tu
     for file in files:
         path, data = _content(folder, file, size)
         _check_size(path, data, size)
-        _check_digest(path, data, file.sha256)
+        check_digest(path, data, file.sha256)
         batches.append(np.frombuffer(data, np.uint8).reshape(-1, width))
         _check_labels(path, batches[-1][:, 0].astype(np.int64), classes)
     records = np.concatenate(batches)

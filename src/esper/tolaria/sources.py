@@ -1,0 +1,157 @@
+"""Where the samples of built-in tasks come from: installed packages, or published files known by digest."""
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from esper.leyline import EsperError
+from esper.leyline.keys import mix
+from esper.tolaria import files
+from esper.tolaria.files import TEST, TRAIN, DataFile, Samples
+
+if TYPE_CHECKING:
+    from esper.tolaria.tasks import Task
+
+
+@contextmanager
+def _global_randomness_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def make_mnist1d() -> Samples:
+    """The published set: generator defaults, spelled out so that a later package cannot move them."""
+    generator = import_module("mnist1d.data")
+    arguments = generator.get_dataset_args()
+    vars(arguments).update(num_samples=5000, train_split=0.8, final_seq_length=40, shuffle_seq=False, seed=42)
+    made = generator.make_dataset(arguments)
+    x = np.concatenate([made["x"], made["x_test"]]).astype(np.float32)
+    return x[:, None], np.concatenate([made["y"], made["y_test"]]).astype(np.int64)
+
+
+def make_digits() -> Samples:
+    made = import_module("sklearn.datasets").load_digits()
+    order = mix(torch.tensor(1797), torch.arange(len(made.target))).argsort().numpy()  # writers are mixed
+    return made.data.astype(np.uint8)[order], made.target.astype(np.int64)[order]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Samples an installed package makes. They are kept in the data directory, and then suffice."""
+
+    package: str
+    module: str
+    make: Callable[[], Samples]
+    """All samples: training, validation, test."""
+    labels: str
+    """SHA-256 of all labels: a package version that orders samples differently would move the splits."""
+
+    def where(self, task: "Task") -> str | None:
+        if all(os.path.isfile(files.cache_path(task.name, part)) for part in (TRAIN, TEST)):
+            return "built in"
+        try:
+            return "built in" if find_spec(self.module) else None
+        except ValueError:  # the module's own import was blocked
+            return None
+
+    def remedy(self, task: "Task") -> str:
+        return f"install {self.package}"
+
+    def read(self, task: "Task", part: str) -> Samples:
+        path = files.cache_path(task.name, part)
+        if not os.path.isfile(path):
+            self._keep(task)
+        return files.read_cache(path, self._recipe(part))
+
+    def _recipe(self, part: str) -> str:
+        return f"{part} {self.labels}"
+
+    def _keep(self, task: "Task") -> None:
+        try:
+            with _global_randomness_kept():
+                x, y = self.make()
+        except ImportError as error:
+            raise EsperError(f"{task.name} is not in {files.data_directory()} and cannot be made without "
+                             f"the {self.package} package; {self.remedy(task)}") from error
+        labels = hashlib.sha256(y.tobytes()).hexdigest()
+        if x.shape != (sum(task.sizes), *task.inputs) or labels != self.labels:
+            raise EsperError(f"the installed {self.package} package makes other {task.name} samples than the "
+                             "splits were fixed for; install the version that constraints.txt names")
+        cut = task.count(TRAIN)
+        for part, kept in ((TRAIN, slice(None, cut)), (TEST, slice(cut, None))):
+            files.write_cache(files.cache_path(task.name, part), self._recipe(part), (x[kept], y[kept]))
+
+
+@dataclass(frozen=True)
+class Files:
+    """Published files in a folder that the user registered, or where a system package puts them."""
+
+    reader: Callable[[Path, tuple[DataFile, ...], int, tuple[int, ...], int], Samples]
+    files: tuple[DataFile, ...]
+    places: tuple[str, ...] = ()
+    unpack: Callable[[Path, tuple[DataFile, ...]], Path] = lambda folder, originals: folder
+    """The folder of the original files, made from another form of them where it holds one."""
+
+    def where(self, task: "Task") -> str | None:
+        """The folder to read: the registered one if any, else a known place; None if a file is absent."""
+        registered = files.registered_folders().get(task.name)
+        folders = [registered] if registered else self.places
+        names = [file.name for file in self.files]
+        return next((f for f in folders if all(files.find_file(Path(f), name) for name in names)), None)
+
+    def remedy(self, task: "Task") -> str:
+        return f"esper tasks add-data {task.name} DIR"
+
+    def read(self, task: "Task", part: str) -> Samples:
+        folder = self.where(task) or files.registered_folders().get(task.name)
+        if folder is None:
+            names = ", ".join(file.name for file in self.files)
+            raise EsperError(f"the files of {task.name} are missing; get {names} and run {self.remedy(task)}")
+        return self.verify(task, part, Path(folder))
+
+    def verify(self, task: "Task", part: str, folder: Path) -> Samples:
+        chosen = tuple(file for file in self.files if file.part == part)
+        return self.reader(folder, chosen, task.count(part), task.inputs, task.classes)
+
+
+def _known(sums: str) -> tuple[DataFile, ...]:
+    """From lines of SHA-256 and name, as `sha256sum` prints them of decompressed files."""
+    rows = [line.split() for line in sums.strip().splitlines()]
+    tests = ("t10k", "test")
+    return tuple(DataFile(name, TEST if name.startswith(tests) else TRAIN, sha256) for sha256, name in rows)
+
+
+MNIST = _known("""
+    ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db  train-images-idx3-ubyte
+    65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5  train-labels-idx1-ubyte
+    0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7  t10k-images-idx3-ubyte
+    ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2  t10k-labels-idx1-ubyte
+""")
+FASHION = _known("""
+    c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888  train-images-idx3-ubyte
+    bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9  train-labels-idx1-ubyte
+    5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b  t10k-images-idx3-ubyte
+    0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34  t10k-labels-idx1-ubyte
+""")
+CIFAR10 = _known("""
+    cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5  data_batch_1.bin
+    a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed  data_batch_2.bin
+    bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67  data_batch_3.bin
+    014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48  data_batch_4.bin
+    755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add  data_batch_5.bin
+    8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b  test_batch.bin
+""")
