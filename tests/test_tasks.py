@@ -41,7 +41,7 @@ from esper.tolaria.tasks import (
 
 KEY = ProofKey("tests")
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-BUILT_IN = ["mnist1d", "digits"]
+BUILT_IN = ["mnist1d", "digits", "diabetes"]
 SMALL, FEW = (30, 10, 20), (40, 10, 10)
 CHECK_DIGEST = files.check_digest
 
@@ -121,9 +121,14 @@ def test_splits_are_disjoint_standardised_and_always_the_same(name: str, kept: P
     task, first, second = TASKS[name], load_task(name), load_task(name)
     test_x, test_y = open_test(name, KEY)
     parts = [(first.x, first.y), (first.validation_x, first.validation_y), (test_x, test_y)]
+    numbers = task.objective == "regression"
     for (x, y), size in zip(parts, task.sizes, strict=True):
-        assert (x.shape, x.dtype, y.shape, y.dtype) == ((size, *task.inputs), torch.float32, (size,), torch.int64)
-        assert torch.equal(y.unique(), torch.arange(task.classes))
+        labels = torch.float32 if numbers else torch.int64
+        assert (x.shape, x.dtype, y.shape, y.dtype) == ((size, *task.inputs), torch.float32, (size,), labels)
+        assert numbers or torch.equal(y.unique(), torch.arange(task.classes))
+    if numbers:
+        assert abs(first.y.double().mean()) < 1e-6
+        assert abs(first.y.double().std(correction=0) - 1) < 1e-6
     assert len(set.union(*(rows(x) for x, _ in parts))) == sum(task.sizes)
     assert abs(first.x.double().mean()) < 1e-6
     assert abs(first.x.double().std() - 1) < 1e-3
@@ -433,7 +438,7 @@ def test_a_gzip_bomb_is_not_unpacked(name: str, write: Callable[[Path], Path], d
 
 
 @pytest.mark.parametrize(("name", "path", "message"), [
-    ("imagenet", ".", "no task 'imagenet'; choose from mnist1d, digits, mnist, fashion, cifar10"),
+    ("imagenet", ".", "no task 'imagenet'; choose from mnist1d, digits, diabetes, mnist, fashion, cifar10"),
     ("digits", ".", "digits is built in and takes no files"),
     ("mnist", "absent", "is not a folder"),
     ("mnist", __file__, "is not a folder"),
@@ -492,7 +497,7 @@ def test_the_list_fits_80_columns_and_names_what_is_missing(data: Path, tmp_path
     for task, *_, text in cells:
         name = task or name
         status[name] = f"{status.get(name, '')} {text}".strip()
-    assert status == {"mnist1d": "built in", "digits": "built in", "mnist": "missing: esper tasks add-data mnist DIR",
+    assert status == {"mnist1d": "built in", "digits": "built in", "diabetes": "built in", "mnist": "missing: esper tasks add-data mnist DIR",
                       "fashion": "found", "cifar10": "missing: esper tasks add-data cifar10 DIR"}
     run(TasksList(json=True), console)
     listed = json.loads(capsys.readouterr().out)

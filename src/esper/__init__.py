@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from esper.tolaria.episodes import Episodes, Twins, play, replay
     from esper.tolaria.families import find_family, register_family
     from esper.tolaria.scenarios import Family, Kind
-    from esper.tolaria.tasks import Task, TaskData
+    from esper.tolaria.tasks import Task, TaskData, load_task
 
 _ROOMS = ("leyline", "kasmina", "tamiyo", "tolaria", "simic", "simic.proof")
 """Lowest first: none is imported for a name that a lower one has."""
@@ -32,7 +32,7 @@ __all__ = [
     "ActionSpec", "Controller", "EnvConfig", "Episodes", "EsperError", "Family", "Heuristic", "Host", "Kind",
     "Learned", "LifecycleOp", "MorphogeneticEnv", "OptimConfig", "PPOAgent", "PPOConfig", "Population",
     "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training", "Twins", "Wait",
-    "find_family", "play", "prove", "register_blueprint", "register_family", "replay",
+    "find_family", "load_task", "play", "prove", "register_blueprint", "register_family", "replay",
 ]
 
 

@@ -26,7 +26,8 @@ class Train:
 
     out: Folder  # Folder of the run: run.json, run.db, agent.safetensors, twins.safetensors.
     family: Name = ""
-    """mlp (default), mnist1d, fashion, or one that a --plugin registers; a --config may describe its own."""
+    """mlp (default), mnist1d, fashion, a file FAMILY.toml, a task (ordinary hosts on it), TASK/HOST, or one
+    that a --plugin registers; a --config may describe its own."""
     preset: Name = ""  # quick (minutes; default), cpu or gpu.
     config: File = None  # TOML file with keys of the run; docs/training.md lists them.
     rounds: Count = None  # The budget: rounds of one episode per row; over preset and file.
@@ -78,7 +79,7 @@ class Sweep:
 
     Example: esper sweep --family mlp --inits 8"""
 
-    family: Name = "mlp"  # mlp, mnist1d, fashion, or one that a --plugin registers.
+    family: Name = "mlp"  # As for esper train.
     inits: int = 8  # Random inits of every kind and horizon; at least 4.
     rows: int = 512  # Hosts that train at once.
     previews: int = 30  # Shadow steps of each candidate preview; 0 takes none.

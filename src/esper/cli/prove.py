@@ -114,7 +114,7 @@ def resolve_env(candidates: Sequence[Candidate], family: str, device: str) -> En
                                  "independent; train one with another --seed")
     envs = {json.dumps(to_dict(replace(c.env, device="cpu")), sort_keys=True): c.env
             for c in candidates if c.env is not None}
-    families = {env.family.name for env in envs.values()} | ({family} if family else set())
+    families = {env.family.name for env in envs.values()} | ({find_family(family).name} if family else set())
     if len(families) != 1:
         raise EsperError("--minds must be of one family; "
                          f"found {', '.join(sorted(families)) or 'no family, so name one with --family'}")
@@ -129,7 +129,8 @@ def run(options: Prove, console: Console) -> int:
     config = _check(options)
     use_plugins(options.plugin)
     loaded = [each for name in options.minds for each in load_candidates(name, options.device)]
-    candidates = [c for c in loaded if c.folder or c.env is None or options.family in ("", c.env.family.name)]
+    called = find_family(options.family).name if options.family else ""
+    candidates = [c for c in loaded if c.folder or c.env is None or c.env.family.name == called or not called]
     if len(candidates) < CONTROLLERS and not options.rehearsal:
         raise EsperError(f"{len(candidates)} controllers are no finding, which needs {CONTROLLERS}; the test "
                          "split stays closed. Add --rehearsal to compare on validation scenarios")

@@ -83,7 +83,8 @@ def _write(config: Options, out: Path, sweep: Sweep, levels: list[voi.Level], ru
            effects: dict[str, voi.HeadEffect], seconds: float) -> None:
     gap, part = voi.gap(levels, voi.VISIBLE, voi.HIDDEN), voi.share(levels)
     summary = {
-        "family": config.family, "inits": config.inits, "scenarios": len(sweep.init), "choices": sweep.names,
+        "family": sweep.family.name, "inits": config.inits, "scenarios": len(sweep.init),
+        "choices": sweep.names,
         "levels": {v.name: {"utility": v.mean, "error": v.standard_error, "gain": v.gain,
                             "gain_error": v.gain_error,
                             "choices": {str(k): c for k, c in v.choices_taken.items()}} for v in levels},
@@ -91,7 +92,7 @@ def _write(config: Options, out: Path, sweep: Sweep, levels: list[voi.Level], ru
         "rollbacks": sweep.rollbacks, "rule": rule,
         "heads": {name: {**each.gain._asdict(), "spread": each.spread} for name, each in effects.items()},
         "seconds": seconds, **provenance(config.device, config.commit)}
-    write_json(out / f"sweep-{config.family}.json", "sweep", summary)
+    write_json(out / f"sweep-{sweep.family.name}.json", "sweep", summary)
     arrays = {name: getattr(sweep, name) for name in ("score", "params", "spent", "features", "init")}
     arrays |= {f"scenarios.{name}": t for name, t in sweep.scenarios.columns().items()}
-    write_state(out / f"sweep-{config.family}.safetensors", "sweep", summary, arrays)
+    write_state(out / f"sweep-{sweep.family.name}.safetensors", "sweep", summary, arrays)

@@ -49,6 +49,12 @@ def make_digits() -> Samples:
     return made.data.astype(np.uint8)[order], made.target.astype(np.int64)[order]
 
 
+def make_diabetes() -> Samples:
+    made = import_module("sklearn.datasets").load_diabetes()
+    order = mix(torch.tensor(442), torch.arange(len(made.target))).argsort().numpy()
+    return made.data[order], made.target.astype(np.float64)[order]
+
+
 @dataclass(frozen=True)
 class Generated:
     """Samples an installed package makes. They are kept in the data directory, and then suffice."""

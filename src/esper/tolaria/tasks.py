@@ -19,7 +19,16 @@ from esper.leyline import EsperError
 from esper.tolaria import files, own, readers
 from esper.tolaria.files import TEST, TRAIN, Samples
 from esper.tolaria.openings import log_opening
-from esper.tolaria.sources import CIFAR10, FASHION, MNIST, Files, Generated, make_digits, make_mnist1d
+from esper.tolaria.sources import (
+    CIFAR10,
+    FASHION,
+    MNIST,
+    Files,
+    Generated,
+    make_diabetes,
+    make_digits,
+    make_mnist1d,
+)
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,10 @@ TASKS = {task.name: task for task in (
     Task("digits", "mlp", (64,), 10, (1_000, 397, 400), "kNN and SVM about 97-98% (scikit-learn examples)",
          Generated("scikit-learn", "sklearn", make_digits,
                    "5575a4764b4cb8cb334b3e766d5633f250b4751c03bcfa4110ee6a3d461a3bb7")),
+    Task("diabetes", "mlp", (10,), 1, (260, 90, 92), "ridge explains 40-50% (scikit-learn examples)",
+         Generated("scikit-learn", "sklearn", make_diabetes,
+                   "42af70f1c53828726cea04091f5389b4a6d3acc0c346942eee1c30861d15ca91"),
+         objective="regression", mean=156.1423076923077, deviation=79.02462456084336),
     Task("mnist", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000),
          "linear 88-92%, CNN above 99% (LeCun 1998 and later)", Files(files.read_idx, MNIST)),
     Task("fashion", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "small CNNs about 91-93% (Xiao 2017)",
