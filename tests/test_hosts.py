@@ -21,7 +21,7 @@ from esper.kasmina.objectives import find_objective
 from esper.kasmina.packing import Prefix
 from esper.leyline import EsperError, LifecycleOp, SlotShape, Style
 from tests.reference import PlainForeign, batch, cross_entropy, known_contributions, samples, wait
-from tests.workshop import random_actions, toy_data
+from tests.workshop import healthy, random_actions, toy_data
 
 ROWS = 6
 
@@ -125,6 +125,13 @@ class Speaker(nn.Module):
         return F.linear(self.norm(self.block(h)), self.embed.weight)
 
 
+def dropping() -> nn.Module:
+    """One dropout layer under two names, and one of channels."""
+    shared = nn.Dropout(0.4)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), shared, nn.Linear(16, 16), nn.ReLU(), shared, nn.Unflatten(1, (4, 4)),
+                         nn.Dropout1d(0.2), nn.Flatten(), nn.Linear(16, 3))
+
+
 NUMBERS, IMAGE, TEXT = torch.randn(3, 6), torch.randn(3, 1, 8, 8), torch.randint(7, (3, 5))
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], Tensor]] = {
     "branches": (Branches, ("left", "right"), NUMBERS),
@@ -134,10 +141,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], Tensor]] = {
     "speaker": (Speaker, ("embed", "block"), TEXT),
 }
 every_module = pytest.mark.parametrize("kind", MODULES)
+NOISY = {"dropping": (dropping, ("1", "4"), NUMBERS)}
+with_noise = pytest.mark.parametrize("kind", [*MODULES, *NOISY])
+"""Those that no plain module follows, for its noise is another, as well."""
 
 
 def brought(kind: str) -> Host:
-    return Host.of(*MODULES[kind], name=f"my-{kind}")
+    return Host.of(*(MODULES | NOISY)[kind], name=f"my-{kind}")
 
 
 def germinate(population: Population, slot: int = 0, rows: int | None = None) -> Tensor:
@@ -198,7 +208,7 @@ def test_training_equals_a_loop_of_modules(kind: str, incubation: str) -> None:
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
 
 
-@every_module
+@with_noise
 def test_forward_equals_extracted_modules(kind: str) -> None:
     population = grown(kind)
     life, costs = population.life, population.costs()[0]
@@ -211,10 +221,12 @@ def test_forward_equals_extracted_modules(kind: str) -> None:
         assert type(net) is type(population.host.module())
         assert sum(isinstance(part, Grafted) for part in net.modules()) == int(((life.alpha[row] > 0) & (costs[row] > 0)).sum())
         torch.testing.assert_close(net(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-10)
+        for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            assert torch.equal(twin(x[:, row]), net(x[:, row]))
     same(population.snapshot(torch.arange(ROWS)), before)
 
 
-@every_module
+@with_noise
 def test_probed_rows_equal_a_forward_of_their_own(kind: str) -> None:
     population, generator = grown(kind), torch.Generator().manual_seed(2)
     x, _ = batch(population, 4, generator)
@@ -225,7 +237,7 @@ def test_probed_rows_equal_a_forward_of_their_own(kind: str) -> None:
     torch.testing.assert_close(logits[:, ROWS:], population.forward(x[:, env], env, alpha), rtol=0, atol=1e-10)
 
 
-@every_module
+@with_noise
 def test_shadow_steps_with_a_prefix_equal_those_without(kind: str) -> None:
     """Rows that are copies of two; hosts and their statistics stay put."""
     of, prefix_rows = torch.arange(ROWS) % 2, torch.arange(2)
@@ -251,7 +263,7 @@ def test_shadow_steps_with_a_prefix_equal_those_without(kind: str) -> None:
 
 
 @pytest.mark.parametrize("incubation", INCUBATION)
-@every_module
+@with_noise
 def test_incubating_seeds_leave_their_host_bit_identical(kind: str, incubation: str) -> None:
     def train(seeded: bool) -> Population:
         population, generator = Population(brought(kind), ROWS, incubation=incubation), torch.Generator().manual_seed(0)
@@ -270,7 +282,7 @@ def test_incubating_seeds_leave_their_host_bit_identical(kind: str, incubation: 
 
 
 @pytest.mark.parametrize("place", ["host", "live", "incubating"])
-@every_module
+@with_noise
 def test_faults_stay_in_their_row(kind: str, place: str) -> None:
     def run(value: float | None) -> Population:
         population, generator = Population(brought(kind), ROWS, seed=1), torch.Generator().manual_seed(4)
@@ -296,7 +308,7 @@ def test_faults_stay_in_their_row(kind: str, place: str) -> None:
         assert bool(sick.forward(x)[:, 2].isnan().any())
 
 
-@every_module
+@with_noise
 def test_state_goes_round(kind: str, tmp_path: Path) -> None:
     """Snapshots and files hold everything: what follows is the same to the last bit."""
     population, every = grown(kind, 6), torch.arange(ROWS)
@@ -375,15 +387,8 @@ def test_channel_dropout_drops_whole_channels(layer: type[nn.Module], shape: tup
     assert float((out[..., 0] == 0).float().mean()) == pytest.approx(0.4, abs=0.05)
 
 
-def dropping() -> nn.Module:
-    """One dropout layer under two names, and one of channels."""
-    shared = nn.Dropout(0.4)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), shared, nn.Linear(16, 16), nn.ReLU(), shared, nn.Unflatten(1, (4, 4)),
-                         nn.Dropout1d(0.2), nn.Flatten(), nn.Linear(16, 3))
-
-
 def test_noise_changes_from_step_to_step_and_repeats_after_a_rollback() -> None:
-    population = Population(Host.of(dropping, ("1", "4"), NUMBERS), 3, optim=OptimConfig(lr=0.0))
+    population = Population(brought("dropping"), 3, optim=OptimConfig(lr=0.0))
     x, y = batch(population, 8, torch.Generator().manual_seed(0))
     kept = wait(population).snapshot(torch.arange(3))
     first = [population.train_step(x, y) for _ in range(3)]
@@ -394,7 +399,7 @@ def test_noise_changes_from_step_to_step_and_repeats_after_a_rollback() -> None:
 
 
 def test_a_row_alone_equals_the_row_in_a_crowd() -> None:
-    crowd = Population(Host.of(dropping, ("1", "4"), NUMBERS), 8, dtype=torch.float64)
+    crowd = Population(brought("dropping"), 8, dtype=torch.float64)
     alone, generator = Population(crowd.host, 1, dtype=torch.float64), torch.Generator().manual_seed(0)
     alone.reset(torch.tensor([0]), crowd.keys[5:6])
     for _ in range(8):
@@ -567,6 +572,10 @@ def test_other_refusals() -> None:
             Host.of(Branches(), ("left",), NUMBERS, layouts)
     with pytest.raises(EsperError, match="built-in"):
         Host.of(Branches(), ("left",), NUMBERS, name="mlp")
+    harm = healthy(1, 2)
+    harm.frozen[:] = True
+    with pytest.raises(EsperError, match="my-branches hosts have no frozen to impair"):
+        Population(brought("branches"), 1).reset(torch.tensor([0]), torch.tensor([0]), harm)
     for host, options, words in (
         (brought("branches"), {"compile": True}, "without it"),
         (brought("tcn"), {"compute_dtype": torch.bfloat16}, "running statistics"),
@@ -739,6 +748,27 @@ def test_token_seeds_do_not_see_what_comes_later(name: str) -> None:
     sees_others = not torch.equal(seed(torch.cat([changed[:, :1], h[:, 1:]], 1) * 1.0), before) or \
         bool((seed(torch.cat([h[:, :1] + 1.7 * torch.arange(8), h[:, 1:]], 1))[:, 2] != before[:, 2]).any())
     assert sees_others == (name in ("attention", "attention_4", "gated_conv", "block"))
+
+
+@pytest.mark.parametrize("host", [lambda: Host("gpt", (5,), (8,), 7, heads=2), lambda: brought("speaker")])
+def test_unknown_tokens_do_not_reach_other_rows(host: Callable[[], Host]) -> None:
+    """Behind the embeddings of one row lie those of the next."""
+    population = wait(Population(host(), 3))
+    x, y = batch(population, 4, torch.Generator().manual_seed(0))
+    population.train_step(x, y)
+    for token in (7, -1):
+        x[2, 0, 1] = token
+        for use in (lambda: population.train_step(x, y), lambda: population.forward(x)):
+            with pytest.raises(EsperError, match=r"tokens go from .* 0 to 6"):
+                use()
+
+
+def test_sequences_of_one_token() -> None:
+    population = Population(Host("gpt", (1,), (8,), 7, heads=2), 2)
+    x, y = batch(wait(population), 3, torch.Generator().manual_seed(0))
+    population.train_step(x, y)
+    assert population.forward(x).shape == (3, 2, 1, 7)
+    torch.testing.assert_close(population.forward(x)[:, 1], population.extract(1)(x[:, 1]).detach())
 
 
 @pytest.mark.parametrize("entropy", [0.0, 1.7])

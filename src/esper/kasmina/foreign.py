@@ -118,8 +118,12 @@ class Grafted(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """The rest of a module may read the weights and settings of what a seed grew behind."""
-        own = self.__dict__["_modules"]
-        return own[name] if name in own or "body" not in own else getattr(own["body"], name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):  # how to copy the body is not how to copy this
+                raise
+            return getattr(super().__getattr__("body"), name)
 
 
 class Foreign:
