@@ -1,5 +1,7 @@
 """The oracle: growing hosts as plain modules in a Python loop, with `torch.optim` and `clip_grad_norm_` per host and seed."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -83,23 +85,25 @@ class PlainHost:
                 self.seeds[slot].alpha.fill_(float(life.alpha[self.row, slot]))
 
     def logits(self, x: Tensor, probe: int | None = None, ghosts: bool = False) -> Tensor:
-        life = self.population.life
         for slot, stage in enumerate(self.stages):
-            x = stage(x)
-            seed = self.seeds.get(slot)
-            if seed is None:
-                continue
-            if life.incubating[self.row, slot]:
-                target = float(life.target[self.row, slot])
-                if slot == probe:
-                    x = x + target * seed.delta(x)
-                elif ghosts:
-                    ghost = target * seed.delta(x.detach())
-                    x = x + (ghost - ghost.detach())
-            elif seed.alpha > 0:
-                x = seed(x)
+            x = self.join(slot, stage(x), probe, ghosts)
         out: Tensor = self.head(x)
         return out
+
+    def join(self, slot: int, x: Tensor, probe: int | None, ghosts: bool) -> Tensor:
+        """What the slot makes of x."""
+        life, seed = self.population.life, self.seeds.get(slot)
+        if seed is None:
+            return x
+        if life.incubating[self.row, slot]:
+            target = float(life.target[self.row, slot])
+            if slot == probe:
+                return x + target * seed.delta(x)
+            if ghosts:
+                ghost = target * seed.delta(x.detach())
+                return x + (ghost - ghost.detach())
+            return x
+        return seed(x) if seed.alpha > 0 else x
 
     def step(self, x: Tensor, y: Tensor) -> float:
         for optim in self.optims.values():
@@ -123,3 +127,27 @@ class PlainHost:
     def _update(self, parameters: list[nn.Parameter], place: int, clip: float) -> None:
         nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], clip)
         self.optims[place].step()
+
+
+class PlainForeign(PlainHost):
+    """As `PlainHost`, for a module that a user brought: seeds join at forward hooks."""
+
+    def __init__(self, population: Population, row: int) -> None:
+        self.population, self.row = population, row
+        self.net = population.extract(row).train()
+        self.seeds, self.born = {}, {}
+        self.own = [p for p in self.net.parameters() if p.requires_grad]
+        self.optims = {-1: self._optim(self.own)}
+        self.asked: tuple[int | None, bool] = None, False
+        for slot, path in enumerate(population.host.slots.names):
+            self.net.get_submodule(path).register_forward_hook(functools.partial(self._at, slot))
+
+    def _at(self, slot: int, module: nn.Module, args: object, out: Tensor) -> Tensor:
+        return self.join(slot, out, *self.asked)
+
+    def logits(self, x: Tensor, probe: int | None = None, ghosts: bool = False) -> Tensor:
+        """Probes leave running statistics alone."""
+        self.asked = probe, ghosts
+        buffers = {name: buffer.clone() for name, buffer in self.net.named_buffers() if probe is not None}
+        out: Tensor = torch.func.functional_call(self.net, buffers, (x,))
+        return out

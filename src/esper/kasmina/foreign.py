@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from esper.kasmina.lift import Weights, state_of
 from esper.leyline import EsperError, SlotConfig, SlotShape
@@ -30,12 +31,13 @@ class _Running:
 
     def __init__(self) -> None:
         self.key: Tensor | None = None
+        self.draws = 0  # of noise, so far in this pass
         self.statistics: Weights = {}
         self.at_slot: AtSlot | None = None
 
 
 class _KeyedDropout(nn.Module):
-    """Dropout whose noise depends on the copy's key and the layer alone."""
+    """Dropout whose noise depends on the copy's key, the layer and its turn in the pass alone."""
 
     def __init__(self, layer: nn.modules.dropout._DropoutNd, number: int, running: _Running) -> None:
         super().__init__()
@@ -46,9 +48,11 @@ class _KeyedDropout(nn.Module):
         if not self.training or not self.p:
             return x
         assert self.running.key is not None
+        self.running.draws += 1
         shape = (*x.shape[:2], *[1] * (x.dim() - 2)) if self.by_channel else x.shape
-        noise = uniform(mix(self.running.key, self.number).reshape(1), math.prod(shape)).view(shape)
-        return x * (noise >= self.p).to(x.dtype) / (1 - self.p)
+        key = mix(self.running.key, self.number, self.running.draws).reshape(1)
+        kept = (uniform(key, math.prod(shape)).view(shape) >= self.p).to(x.dtype)
+        return x * (kept / (1 - self.p) if self.p < 1 else kept)
 
 
 class _RowBatchNorm(nn.Module):
@@ -72,8 +76,9 @@ class _RowBatchNorm(nn.Module):
                 count = x.numel() // x.shape[1]
                 fresh = {"mean": mean.detach(), "var": var.detach() * count / max(count - 1, 1)}
                 for name, value in fresh.items():
-                    old = getattr(self, f"running_{name}").detach()
-                    self.running.statistics[f"{self.path}.running_{name}"] = old.lerp(value, self.momentum)
+                    at, known = f"{self.path}.running_{name}", self.running.statistics  # may run repeatedly
+                    old = known[at] if at in known else getattr(self, f"running_{name}").detach()
+                    known[at] = old.lerp(value, self.momentum)
         out = (x - mean.view(spread)) * (var + self.eps).rsqrt().view(spread)  # type: ignore[operator, union-attr]
         return out if self.weight is None else out * self.weight.view(spread) + self.bias.view(spread)
 
@@ -111,6 +116,15 @@ class Grafted(nn.Module):
         out: Tensor = self.graft(self.body(*args, **kwargs))
         return out
 
+    def __getattr__(self, name: str) -> Any:
+        """The rest of a module may read the weights and settings of what a seed grew behind."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):  # how to copy the body is not how to copy this
+                raise
+            return getattr(super().__getattr__("body"), name)
+
 
 class Foreign:
     """A user's module: how to build it, how to run copies of it, and where its slots are."""
@@ -120,8 +134,13 @@ class Foreign:
         self.plain = build
         self.running = _Running()
         self.template = _prepared(build(), self.running)
+        self._own = tuple(state_of_prepared(self.template))
+        self._names = _places(self.template)
+        self._constants = {name: buffer.clone() for name, buffer in self.template.named_buffers()
+                           if name not in self._own}
+        self._moved: dict[tuple[torch.device, torch.dtype], Weights] = {}
         outputs, self.classes = self._trial(paths, example)
-        shapes = tuple(_shape(self.template.get_submodule(path), path, out, layouts.get(path, ""))
+        shapes = tuple(_shape(self.template.get_submodule(path), path, out, len(example), layouts.get(path))
                        for path, out in outputs.items())
         self.slots = SlotConfig(tuple(outputs), shapes)
         for index, path in enumerate(outputs):
@@ -132,7 +151,7 @@ class Foreign:
 
     def _trial(self, paths: tuple[str, ...], example: Tensor) -> tuple[dict[str, Tensor], int]:
         """({path: what its slot would get} in network order, number of outputs); two copies are tried."""
-        net, outputs, entered = self.template, {}, ["it"]
+        net, outputs = self.template, {}
         if not paths or len(set(paths)) < len(paths):
             raise EsperError("a host needs at least one slot, and each name once")
         names = dict(net.named_modules())
@@ -146,47 +165,59 @@ class Foreign:
                                  "a slot needs a place of its own")
             outputs[path] = out
 
-        hooks = [names[path].register_forward_hook(functools.partial(seen, path)) for path in paths]
-        hooks += [layer.register_forward_pre_hook(lambda layer, args, path=path: entered.append(path))
-                  for path, layer in names.items() if path]
-        state = {name: buffer.clone() for name, buffer in net.named_buffers()}
         own = {name: tensor.detach() for name, tensor in state_of_prepared(net).items()}
-        try:
-            with _all_removed(hooks), torch.no_grad():
-                out = self._one(net.train(), own, torch.zeros((), dtype=torch.int64), example)
-                entered[:] = ["it"]
-                outputs_once, outputs = outputs, {}
-                torch.func.vmap(functools.partial(self._one, net), (None, 0, None))(
-                    own, torch.arange(2), example)
-        except RuntimeError as error:
-            kind = type(names.get(entered[-1], net)).__name__
-            raise EsperError(f"{entered[-1]} ({kind}) cannot run as many copies at once: "
-                             f"{str(error).splitlines()[0]}") from error
-        for name, before in state.items():
+        hooks = [names[path].register_forward_hook(functools.partial(seen, path)) for path in paths]
+        with torch.no_grad(), _all_removed(hooks), _blaming(net, "cannot run the example"):
+            out = self._one(net.train(), own, torch.zeros((), dtype=torch.int64), example)[0]
+        for name, before in self._constants.items():
             if not torch.equal(before, net.get_buffer(name)):
                 raise EsperError(f"the buffer {name} changes while the module trains; "
                                  "only batch norms may keep state")
-        if missing := [path for path in paths if path not in outputs_once]:
+        if missing := [path for path in paths if path not in outputs]:
             raise EsperError(f"{missing[0]} does not run in a forward pass; choose a submodule that does")
-        if not isinstance(out[0], Tensor) or out[0].dim() < 2:
-            raise EsperError("the module must return one tensor, [B, outputs] or [B, T, outputs]")
-        return outputs_once, out[0].shape[-1]
+        wanted = example.shape[: 1 if example.is_floating_point() else 2]
+        if not isinstance(out, Tensor) or out.shape[:-1] != wanted or not out.is_floating_point():
+            what = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise EsperError("a host returns one tensor, [B, outputs], or [B, T, outputs] for tokens [B, T]; "
+                             f"this module returns {what} for {list(example.shape)}")
+        two = {name: torch.stack([tensor, tensor]) for name, tensor in own.items()}
+        with torch.no_grad(), _blaming(net, "cannot run as many copies at once"):
+            for training in (True, False):
+                self._many(net.train(training), two, torch.arange(2), torch.stack([example, example]), 0)
+        return outputs, out.shape[-1]
 
     def _one(self, net: nn.Module, own: Weights, key: Tensor, sample: Tensor) -> tuple[Tensor, Weights]:
         """One copy: outputs, and new statistics."""
-        self.running.key, self.running.statistics = key, {}
-        out = torch.func.functional_call(net, own, (sample,))
+        self.running.key, self.running.draws, self.running.statistics = key, 0, {}
+        placed = {place: own[name] for place, name in self._names.items() if name in own}
+        out = torch.func.functional_call(net, placed, (sample,), tie_weights=False)
         return out, self.running.statistics
+
+    def _many(self, net: nn.Module, weights: Weights, keys: Tensor, x: Tensor,
+              dim: int) -> tuple[Tensor, Weights]:
+        """Copies with weights and keys of their own, of samples with the copies along `dim`."""
+        dtype = next(iter(weights.values())).dtype
+        if (x.device, dtype) not in self._moved:  # buffers that are the same for all copies
+            self._moved[x.device, dtype] = {
+                name: b.to(x.device, dtype if b.is_floating_point() else b.dtype)
+                for name, b in self._constants.items()}
+
+        def one(own: Weights, key: Tensor, sample: Tensor) -> tuple[Tensor, Weights]:
+            return self._one(net, self._moved[x.device, dtype] | own, key, sample)
+
+        with spelled_out():
+            made: tuple[Tensor, Weights] = torch.func.vmap(one, (0, 0, dim))(weights, keys, x)
+        return made
 
     def run(self, x: Tensor, weights: Weights, at_slot: AtSlot,
             keys: Tensor | None) -> tuple[Tensor, Weights]:
         """As `Host.run`, of samples [B, R, *inputs]."""
-        dtype = next(iter(weights.values())).dtype
-        net = self.template.to(x.device, dtype).train(keys is not None)
+        net = self.template.train(keys is not None)
         keys = torch.zeros(x.shape[1], dtype=torch.int64, device=x.device) if keys is None else keys
         self.running.at_slot = at_slot
         try:
-            out, statistics = torch.func.vmap(functools.partial(self._one, net), (0, 0, 1))(weights, keys, x)
+            own = {name: weights[name] for name in self._own}
+            out, statistics = self._many(net, own, keys, x, 1)
         finally:
             self.running.at_slot = self.running.key = None
         return out.flatten(1, -2), statistics
@@ -202,16 +233,20 @@ class Foreign:
         """Copies' outputs [R, B, ...] to lifted layout, through the slot, and back."""
         shape = self.slots.shapes[index]
         h = h if torch.is_grad_enabled() else h.clone()  # a slot may write into what it gets
-        if shape.tokens:
-            return at_slot(index, h.flatten(1, 2)).view_as(h)
-        return at_slot(index, h.transpose(0, 1)).transpose(0, 1) if shape.extent else at_slot(index, h)
+        given = h.flatten(1, 2) if shape.tokens else h.transpose(0, 1) if shape.extent else h
+        out = at_slot(index, given)
+        if out is not given and out._is_view():
+            out = out.clone()  # the module may write into it, which autograd forbids for some views
+        return out.view_as(h) if shape.tokens else out.transpose(0, 1) if shape.extent else out
 
     def grown(self, net: nn.Module, grafts: Mapping[int, nn.Module]) -> nn.Module:
         """The plain module with seeds behind its submodules."""
         for index, graft in grafts.items():
-            parent, _, name = self.slots.names[index].rpartition(".")
-            owner = net.get_submodule(parent)
-            setattr(owner, name, Grafted(getattr(owner, name), graft))
+            body = net.get_submodule(self.slots.names[index])
+            grown = Grafted(body, graft)
+            for owner in list(net.modules()):
+                for name in [name for name, child in owner._modules.items() if child is body]:
+                    setattr(owner, name, grown)  # it may have several names
         return net
 
 
@@ -220,14 +255,20 @@ def make_foreign(module: nn.Module | Callable[[], nn.Module], paths: tuple[str, 
     """A module, or a function that returns new ones, as a host."""
     if not isinstance(example, Tensor) or example.dim() < 2 or not len(example):
         raise EsperError("example must be a batch of samples, a tensor [B, ...]")
-    build = functools.partial(copy.deepcopy, module) if isinstance(module, nn.Module) else module
-    if not callable(build) or not isinstance(build(), nn.Module):
+    make: Any = module
+    if isinstance(module, nn.Module):  # as it is now, whatever becomes of it
+        make = functools.partial(copy.deepcopy, copy.deepcopy(module))
+    if not callable(make) or not isinstance(first := make(), nn.Module):
         raise EsperError(f"a host is made from an nn.Module or a function that returns one, "
                          f"not from a {type(module).__name__}")
+    if first is make():
+        raise EsperError("the function returns one and the same module; return a new one each time, "
+                         "or give the module itself")
     for path, layout in layouts.items():
         if layout not in ("BCL", "BTC") or path not in paths:
             raise EsperError(f"layouts say BCL or BTC for names of slots; got {layout!r} for {path!r}")
-    return Foreign(build, example, paths, layouts)
+    example = example.cpu().float() if example.is_floating_point() else example.cpu()
+    return Foreign(lambda: make().to("cpu", torch.float32), example, paths, layouts)
 
 
 def state_of_prepared(net: nn.Module) -> Weights:
@@ -237,18 +278,58 @@ def state_of_prepared(net: nn.Module) -> Weights:
     return dict(net.named_parameters()) | running
 
 
+def _places(net: nn.Module) -> dict[str, str]:
+    """Every place of a tensor in a module -> its name; tied ones have several. A module with two names is
+    visited once: `functional_call` would put its tensors in twice, and not all of them back."""
+    names: dict[int, str] = {}
+    found = [(f"{path}.{name}" if path else name, tensor) for path, layer in net.named_modules()
+             for name, tensor in (*layer._parameters.items(), *layer._buffers.items()) if tensor is not None]
+    return {place: names.setdefault(id(tensor), place) for place, tensor in found}
+
+
 def _prepared(net: nn.Module, running: _Running) -> nn.Module:
     """With dropout by key and batch norms that return their statistics."""
-    for number, (path, layer) in enumerate(list(net.named_modules())):
-        new: nn.Module | None = None
-        if type(layer) in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d):
-            new = _KeyedDropout(layer, number, running)
+    made: dict[nn.Module, nn.Module] = {}
+    for number, (path, layer) in enumerate(list(net.named_modules(remove_duplicate=False))):
+        if layer in made:
+            pass  # one layer under several names
+        elif type(layer) in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d):
+            made[layer] = _KeyedDropout(layer, number, running)
         elif type(layer) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            new = _RowBatchNorm(layer, path, running)
-        if new is not None:
+            made[layer] = _RowBatchNorm(layer, path, running)
+        if layer in made:
             parent, _, name = path.rpartition(".")
-            setattr(net.get_submodule(parent), name, new)
+            setattr(net.get_submodule(parent), name, made[layer])
     return net
+
+
+@contextmanager
+def spelled_out() -> Iterator[None]:
+    """Attention as products of matrices: its fused forms have no rule for copies, or count no FLOPs."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def _blaming(net: nn.Module, what: str) -> Iterator[None]:
+    """Errors inside become one sentence that names the submodule that was running."""
+    inside = ["the module"]
+    hooks = [hook for path, layer in net.named_modules() if path for hook in (
+        layer.register_forward_pre_hook(lambda layer, args, path=path: inside.append(path)),
+        layer.register_forward_hook(lambda layer, args, out: inside.pop() and None))]
+    try:
+        with _all_removed(hooks):
+            yield
+    except EsperError:
+        raise
+    except Exception as error:
+        kind = type(net if len(inside) == 1 else net.get_submodule(inside[-1])).__name__
+        raise EsperError(f"{inside[-1]} ({kind}) {what}: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager
@@ -260,11 +341,13 @@ def _all_removed(hooks: list[Any]) -> Iterator[None]:
             hook.remove()
 
 
-def _shape(module: nn.Module, path: str, out: Any, layout: str) -> SlotShape:
+def _shape(module: nn.Module, path: str, out: Any, batch: int, layout: str | None) -> SlotShape:
     """What a slot behind this submodule holds."""
-    if not isinstance(out, Tensor) or not 2 <= out.dim() <= 4 or not out.is_floating_point():
+    if (not isinstance(out, Tensor) or not 2 <= out.dim() <= 4 or len(out) != batch
+            or not out.is_floating_point() or (layout and out.dim() != 3)):
         what = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise EsperError(f"{path} returns {what}; a slot needs [B, C], [B, C, L], [B, C, H, W] or [B, T, C]")
+        wrong = f"{what}, which cannot be {layout}" if layout else what
+        raise EsperError(f"{path} returns {wrong}; a slot needs [B, C], [B, C, L], [B, C, H, W] or [B, T, C]")
     layers = [layer for layer in module.modules() if list(layer.parameters(recurse=False))]
     last = layout == "BTC" or (not layout and bool(layers) and isinstance(layers[-1], LAST))
     if out.dim() == 3 and last:

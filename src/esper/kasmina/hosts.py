@@ -5,14 +5,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.foreign import Foreign, make_foreign
+from esper.kasmina.foreign import Foreign, make_foreign, spelled_out
 from esper.kasmina.layers import CausalAttention, Embed, Residual
 from esper.kasmina.lift import Layout, Weights, draw_rows, initial_range, lifted
 from esper.leyline import Cost, EsperError, SlotConfig, SlotShape
@@ -129,6 +129,7 @@ HOSTS: dict[str, HostKind] = {
     "resnet": HostKind(_resnet, (3, 32, 32), (16, 32, 64)),
     "gpt": HostKind(_gpt, (64,), (64, 64, 64), tokens=True, draws_own_weights=True),
 }
+BUILT_IN = tuple(HOSTS)
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Host:
         if self.kind not in HOSTS:
             raise EsperError(f"no host kind {self.kind!r}; choose from {', '.join(HOSTS)}, or make your own "
                              "with Host.of (in a --plugin, for commands)")
-        row = HOSTS[self.kind]
+        row = self._row
         for name in ("inputs", "widths"):
             given = getattr(self, name)
             if not isinstance(given, (tuple, list)):
@@ -175,6 +176,10 @@ class Host:
             raise EsperError(f"the blocks of a gpt have one width, a multiple of its {self.heads} heads; "
                              f"got {self.widths}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields: another process finds the rest by its kind."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @classmethod
     def of(cls, module: nn.Module | Callable[[], nn.Module], slots: Sequence[str], example: Tensor,
            layouts: Mapping[str, str] | None = None, name: str = "") -> "Host":
@@ -185,14 +190,19 @@ class Host:
         found by running the module once: [B, C], [B, C, L], [B, C, H, W] or [B, T, C]; `layouts` says
         "BCL" or "BTC" where that is guessed wrong. `name` is what files call it.
         """
-        made = make_foreign(module, tuple(slots), example, dict(layouts or {}))
+        if name in BUILT_IN:
+            raise EsperError(f"{name!r} is the name of a built-in host; choose another")
+        with seeded(0):
+            made = make_foreign(module, (slots,) if isinstance(slots, str) else tuple(slots), example,
+                                dict(layouts or {}))
         HOSTS[name or made.name] = HostKind(
             lambda host: made.plain(), tuple(example.shape[1:]), (1,) * len(made.slots), handicaps=(),
             tokens=not example.is_floating_point(), draws_own_weights=True, foreign=made)
         return cls(name or made.name, classes=made.classes)
 
-    @property
+    @functools.cached_property
     def _row(self) -> HostKind:
+        """As it was when the host was made: another module may take its name later."""
         return HOSTS[self.kind]
 
     @property
@@ -242,7 +252,7 @@ class Host:
 
     @functools.cached_property
     def cost(self) -> Cost:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), spelled_out():
             self.template.eval()(self.example())
         return Cost(self.layout.params, counter.get_total_flops())
 

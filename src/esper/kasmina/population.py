@@ -182,7 +182,7 @@ class Population:
                                  f"got shape {list(alphas.shape)}")
             chosen = Pass(self.host, pack, self.life.style, alphas, env)
         pack.refresh()
-        return _by_sample(chosen(as_inputs(x, self.compute_dtype)), len(x))
+        return self._by_sample(chosen(as_inputs(x, self.compute_dtype)), len(x))
 
     def probe(self, rows: Tensor, alpha: Tensor, prefix: Prefix | None = None) -> Callable[[Tensor], Tensor]:
         """A function of samples [B, N, *inputs], to logits [B, N + R, classes]: all live rows (or the D rows
@@ -205,7 +205,7 @@ class Population:
         def run(x: Tensor) -> Tensor:
             self._check_samples(x, len(base))
             pack.refresh()
-            return _by_sample(whole(as_inputs(x, self.compute_dtype)).index_select(0, back), len(x))
+            return self._by_sample(whole(as_inputs(x, self.compute_dtype)).index_select(0, back), len(x))
 
         return run
 
@@ -229,6 +229,13 @@ class Population:
         if x.dim() < 2 or not len(x) or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
             raise EsperError(f"samples have shape {list(x.shape)}; expected [batch of at least 1, {rows}, "
                              f"{', '.join(map(str, self.host.inputs))}]")
+        if self.host.tokens and not x.is_cuda and not 0 <= int(x.min()) <= int(x.max()) < self.host.classes:
+            raise EsperError(f"tokens go from {int(x.min())} to {int(x.max())}; this host knows 0 to "
+                             f"{self.host.classes - 1}")  # beyond them lie the embeddings of other rows
+
+    def _by_sample(self, outputs: Tensor, batch: int) -> Tensor:
+        """[R, B, O] as [B, R, O], and of tokens, [R, B * T, O] as [B, R, T, O]."""
+        return (outputs.unflatten(1, (batch, -1)) if self.host.tokens else outputs).transpose(0, 1)
 
     def _check_first(self, x: Tensor, y: Tensor) -> None:
         """What would train silently and wrongly; once per epoch, since asking a device makes it wait."""
@@ -342,11 +349,6 @@ class Population:
             seeds = (pack.places > 0) & pack.real
             self.life.record_gradients(pack.rows[seeds], pack.places[seeds] - 1, pack.finite.cpu()[seeds])
         self._pack = self._stepper = self._live = None
-
-
-def _by_sample(outputs: Tensor, batch: int) -> Tensor:
-    """[R, B, O] as [B, R, O], and [R, B * T, O] as [B, R, T, O]."""
-    return (outputs if outputs.shape[1] == batch else outputs.unflatten(1, (batch, -1))).transpose(0, 1)
 
 
 def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tensor, Tensor]:
