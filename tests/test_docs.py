@@ -29,7 +29,8 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-BLOCKS = [*fenced(README, "python"), *fenced(CONCEPTS, "python")]
+HOSTS = (ROOT / "docs" / "hosts.md").read_text()
+BLOCKS = [block for page in (README, CONCEPTS, HOSTS) for block in fenced(page, "python")]
 COMMANDS = re.findall(r"^esper .*?(?=\s*#|$)", "\n".join(fenced(README, "sh")), re.MULTILINE)
 
 
