@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import esper
 from esper import cli
@@ -146,6 +147,16 @@ def a_text_file(tmp_path: Path) -> esper.Family:
     return find_family("poem")
 
 
+def a_folder_of_pictures(tmp_path: Path) -> esper.Family:
+    x, y = made((8, 8), 60)
+    for number, (pixels, label) in enumerate(zip(x, y, strict=True)):
+        folder = tmp_path / "pictures" / f"class {label}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((40 * pixels + 100).clip(0, 255).astype(np.uint8)).save(folder / f"{number}.png")
+    assert cli.main(["tasks", "add", "pictures", str(tmp_path / "pictures")]) == 0
+    return find_family("pictures")
+
+
 def own_arrays(tmp_path: Path) -> esper.Family:
     esper.Task.from_arrays("series", *made((1, 12)))
     return find_family("series")
@@ -157,7 +168,7 @@ LOSS = "torch.nn.functional.cross_entropy(out.flatten(0, 1), torch.from_numpy(da
 
 
 @pytest.mark.parametrize(("build", "score", "name"), [
-    (own_arrays, ACCURACY, "score"), (csv_with_a_number, EXPLAINED, "score"), (a_text_file, LOSS, "loss")])
+    (own_arrays, ACCURACY, "score"), (a_folder_of_pictures, ACCURACY, "score"), (csv_with_a_number, EXPLAINED, "score"), (a_text_file, LOSS, "loss")])
 def test_own_data_grows_a_network_that_scores_the_same_elsewhere(
         build: Callable[[Path], esper.Family], score: str, name: str, tmp_path: Path) -> None:
     family = build(tmp_path)

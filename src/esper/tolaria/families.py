@@ -53,7 +53,7 @@ POINTS, FLOP_PRICES = (0.005, 0.02, 0.08), (0.005, 0.02)
 def family_on(task: str, kind: str = "") -> Family:
     """Ordinary hosts on any task: all samples, few of them, or (but for tokens) wrong labels. Compute has a
     price. `kind` is of the host; by default the one that the task is meant for."""
-    known = find_task(task)
+    known, name = find_task(task), f"{task}-{kind}" if kind else task
     kind = kind or known.host
     if kind not in WIDTHS or [len(HOSTS[kind].inputs), HOSTS[kind].tokens] != [
             len(known.inputs), HOSTS[known.host].tokens]:
@@ -67,7 +67,7 @@ def family_on(task: str, kind: str = "") -> Family:
     samples = min(train, known.sizes[0])
     kinds = [Kind("plain"), Kind("few samples", samples=max(10, samples // 6))]
     kinds += [] if host.tokens else [Kind("wrong labels", label_noise=0.3)]
-    return Family(f"{task}-{kind}" if kind != known.host else task, task, host, tuple(kinds),
+    return Family(name, task, host, tuple(kinds),
                   prices=tuple(points / host.cost.params for points in POINTS), flop_prices=FLOP_PRICES,
                   horizons=(8, 12), lrs=(3e-3,) if host.tokens else (1e-2,), samples=samples,
                   validation=min(validation, known.sizes[1]), batch=max(1, min(batch, samples // 4)))
