@@ -493,6 +493,11 @@ class Keyword(Wired):
         return super().forward(x * mask)
 
 
+def asserting(me: Wired, h: Tensor) -> Tensor:
+    assert h.dim() == 3
+    return h
+
+
 class Returns(nn.Module):
     def __init__(self, what: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -550,6 +555,8 @@ REFUSED: dict[str, tuple[object, object, object, str]] = {
     "no batch": (Branches(), ("left",), torch.randn(6), "example must be a batch"),
     "empty": (Branches(), ("left",), torch.randn(0, 6), "example must be a batch"),
     "wrong example": (Branches(), ("left",), torch.randn(3, 7), r"first \(Linear\) cannot run the example"),
+    "assertion": (Wired(asserting), ("a",), NUMBERS, r"the module \(Wired\) cannot run the example: "),
+    "nothing learns": (Branches().requires_grad_(False), ("left",), NUMBERS, "no parameters that learn"),
     "keyword": (Keyword(lambda me, h: h), ("a",), NUMBERS, "cannot run the example.*mask"),
     "two outputs": (Pair(lambda me, h: h), ("a",), NUMBERS, "returns one tensor.*returns tuple"),
     "outputs by place": (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), ("0",), torch.randn(3, 5, 6), r"returns \[3, 5, 3\]"),
