@@ -493,6 +493,11 @@ class Keyword(Wired):
         return super().forward(x * mask)
 
 
+def asserting(me: Wired, h: Tensor) -> Tensor:
+    assert h.dim() == 3
+    return h
+
+
 class Returns(nn.Module):
     def __init__(self, what: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -535,6 +540,7 @@ REFUSED: dict[str, tuple[object, object, object, str]] = {
     "RReLU": (layered(nn.RReLU()), ("a",), NUMBERS, r"layers\.0 \(RReLU\) cannot run as many"),
     "AlphaDropout": (layered(nn.AlphaDropout(0.5)), ("a",), NUMBERS, r"layers\.0 \(AlphaDropout\).*random"),
     "F.dropout": (Wired(lambda me, h: F.dropout(h, 0.5, me.training)), ("a",), NUMBERS, r"the module \(Wired\).*random"),
+    "evaluation": (Wired(lambda me, h: h if me.training else h + torch.rand(8)), ("a",), NUMBERS, r"the module \(Wired\).*random"),
     "attention": (layered(nn.TransformerEncoderLayer(8, 2, 8)), ("a",), NUMBERS, r"layers\.0\.self_attn \(Multi.*random"),
     "branch": (Wired(lambda me, h: h if h.sum() > 0 else -h), ("a",), NUMBERS, r"the module \(Wired\).*control flow"),
     "LSTM": (Recurrent(), ("a",), NUMBERS, r"layers\.0 \(LSTM\) cannot run as many"),
@@ -549,6 +555,8 @@ REFUSED: dict[str, tuple[object, object, object, str]] = {
     "no batch": (Branches(), ("left",), torch.randn(6), "example must be a batch"),
     "empty": (Branches(), ("left",), torch.randn(0, 6), "example must be a batch"),
     "wrong example": (Branches(), ("left",), torch.randn(3, 7), r"first \(Linear\) cannot run the example"),
+    "assertion": (Wired(asserting), ("a",), NUMBERS, r"the module \(Wired\) cannot run the example: "),
+    "nothing learns": (Branches().requires_grad_(False), ("left",), NUMBERS, "no parameters that learn"),
     "keyword": (Keyword(lambda me, h: h), ("a",), NUMBERS, "cannot run the example.*mask"),
     "two outputs": (Pair(lambda me, h: h), ("a",), NUMBERS, "returns one tensor.*returns tuple"),
     "outputs by place": (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), ("0",), torch.randn(3, 5, 6), r"returns \[3, 5, 3\]"),
@@ -684,6 +692,50 @@ def test_constant_buffers_keep_their_precision() -> None:
     logits = population.forward(x)
     for row in range(2):
         torch.testing.assert_close(population.extract(row)(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-10)
+
+
+def test_slots_behind_layers_that_hand_on_their_input() -> None:
+    """The sample, or what the module still needs, lies in the same memory."""
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.tap, self.head = nn.Identity(), nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(self.first(x))
+            out: Tensor = self.head(h * self.tap(h)) + self.head(x)
+            return out
+
+    population = Population(Host.of(Skips, ("first", "tap"), NUMBERS), 3, dtype=torch.float64)
+    glu = torch.full((3, 2), population.spec.blueprints.index("glu"))
+    population.install(torch.arange(3), glu, torch.full((3, 2), int(Style.ADD)), torch.ones(3, 2))
+    x, y = batch(population, 5, torch.Generator().manual_seed(0))
+    wait(population)
+    for _ in range(3):
+        population.train_step(x, y)
+    kept = x.clone()
+    logits = population.forward(x)
+    assert torch.equal(x, kept)
+    for row in range(3):
+        torch.testing.assert_close(population.extract(row)(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-10)
+
+
+def test_a_grown_module_is_copied_whole() -> None:
+    """Though what a seed grew behind has ideas of its own about copies."""
+    class Own(nn.Linear):
+        def __deepcopy__(self, memo: object) -> "Own":
+            twin = Own(6, 6)
+            twin.load_state_dict(self.state_dict())
+            return twin
+
+    population = Population(Host.of(lambda: nn.Sequential(Own(6, 6), nn.Linear(6, 3)), ("0",), NUMBERS), 1)
+    glu = torch.tensor([[population.spec.blueprints.index("glu")]])
+    population.install(torch.tensor([0]), glu, torch.zeros_like(glu), torch.ones(1, 1))
+    net = population.extract(0)
+    assert isinstance(copy.deepcopy(net)[0], Grafted)
+    assert net[0].in_features == 6
+    with pytest.raises(AttributeError, match="in_peace"):
+        _ = net[0].in_peace
 
 
 def test_encoders_of_pytorch_are_hosts_too() -> None:

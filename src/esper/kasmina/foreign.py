@@ -165,6 +165,8 @@ class Foreign:
                                  "a slot needs a place of its own")
             outputs[path] = out
 
+        if not any(parameter.requires_grad for parameter in net.parameters()):
+            raise EsperError("the module has no parameters that learn; a host needs some")
         own = {name: tensor.detach() for name, tensor in state_of_prepared(net).items()}
         hooks = [names[path].register_forward_hook(functools.partial(seen, path)) for path in paths]
         with torch.no_grad(), _all_removed(hooks), _blaming(net, "cannot run the example"):
@@ -329,7 +331,8 @@ def _blaming(net: nn.Module, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         kind = type(net if len(inside) == 1 else net.get_submodule(inside[-1])).__name__
-        raise EsperError(f"{inside[-1]} ({kind}) {what}: {str(error).splitlines()[0]}") from error
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise EsperError(f"{inside[-1]} ({kind}) {what}: {why}") from error
 
 
 @contextmanager
