@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from esper.door import attach
     from esper.kasmina import Host, OptimConfig, Population, register_blueprint
     from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
     from esper.simic import PPOAgent, PPOConfig, RewardWorld, TrainConfig, Training
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from esper.tolaria.scenarios import Family, Kind
     from esper.tolaria.tasks import Task, TaskData, load_task
 
-_ROOMS = ("leyline", "kasmina", "tamiyo", "tolaria", "simic", "simic.proof")
+_ROOMS = ("leyline", "kasmina", "tamiyo", "tolaria", "simic", "simic.proof", "door")
 """Lowest first: none is imported for a name that a lower one has."""
 __all__ = [
     "ActionSpec", "Controller", "EnvConfig", "Episodes", "EsperError", "Family", "Heuristic", "Host", "Kind",
     "Learned", "LifecycleOp", "MorphogeneticEnv", "OptimConfig", "PPOAgent", "PPOConfig", "Population",
     "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training", "Twins", "Wait",
-    "find_family", "load_task", "play", "prove", "register_blueprint", "register_family", "replay",
+    "attach", "find_family", "load_task", "play", "prove", "register_blueprint", "register_family", "replay",
 ]
 
 

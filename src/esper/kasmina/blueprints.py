@@ -218,11 +218,16 @@ BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}
 """(kind of slot, name) -> blueprint. The order of insertion is the order of the blueprint head."""
 
 
-def blueprints_for(host: Host | str) -> tuple[str, ...]:
-    """Those that fit every slot of a host, or of hosts of this kind."""
-    kinds = {ALIKE.get(host, host)} if isinstance(host, str) else set(map(kind_of, host.slots.shapes))
+def names_for(kinds: set[str]) -> tuple[str, ...]:
+    """Blueprints that fit slots of all these kinds."""
     names = dict.fromkeys(name for kind, name in BLUEPRINTS if kind in kinds)
     return tuple(name for name in names if all((kind, name) in BLUEPRINTS for kind in kinds))
+
+
+def blueprints_for(host: Host | str) -> tuple[str, ...]:
+    """Those that fit every slot of a host, or of hosts of this kind."""
+    return names_for({ALIKE.get(host, host)} if isinstance(host, str) else
+                     set(map(kind_of, host.slots.shapes)))
 
 
 def find_blueprint(kind: str, name: str) -> Blueprint:

@@ -112,9 +112,9 @@ class Grafted(nn.Module):
         super().__init__()
         self.body, self.graft = body, graft
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = self.graft(self.body(*args, **kwargs))
-        return out
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.body(*args, **kwargs)
+        return (self.graft(out[0]), *out[1:]) if isinstance(out, tuple) else self.graft(out)
 
     def __getattr__(self, name: str) -> Any:
         """The rest of a module may read the weights and settings of what a seed grew behind."""
@@ -140,7 +140,7 @@ class Foreign:
                            if name not in self._own}
         self._moved: dict[tuple[torch.device, torch.dtype], Weights] = {}
         outputs, self.classes = self._trial(paths, example)
-        shapes = tuple(_shape(self.template.get_submodule(path), path, out, len(example), layouts.get(path))
+        shapes = tuple(shape_of(self.template.get_submodule(path), path, out, len(example), layouts.get(path))
                        for path, out in outputs.items())
         self.slots = SlotConfig(tuple(outputs), shapes)
         for index, path in enumerate(outputs):
@@ -344,7 +344,7 @@ def _all_removed(hooks: list[Any]) -> Iterator[None]:
             hook.remove()
 
 
-def _shape(module: nn.Module, path: str, out: Any, batch: int, layout: str | None) -> SlotShape:
+def shape_of(module: nn.Module, path: str, out: Any, batch: int, layout: str | None) -> SlotShape:
     """What a slot behind this submodule holds."""
     if (not isinstance(out, Tensor) or not 2 <= out.dim() <= 4 or len(out) != batch
             or not out.is_floating_point() or (layout and out.dim() != 3)):

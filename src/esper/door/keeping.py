@@ -1,0 +1,51 @@
+"""Copies of a growing model's whole state, to go back to when growth breaks the training."""
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blending import Graft
+from esper.leyline import SeedStage
+
+if TYPE_CHECKING:
+    from esper.door.growing import Growing
+
+
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+class LastGood:
+    """Model, optimizer, schedulers, lifecycle and seeds after an epoch that scored a number."""
+
+    def __init__(self, growing: "Growing") -> None:
+        optimizer = growing.optimizer
+        self.model = _copies(growing.host.state_dict())
+        self.optimizer: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+        self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
+        self.life = _copies(dict(growing.life.fields()))
+        self.joined = list(growing.joined)
+        self.grafts: dict[int, tuple[Graft, dict[str, Tensor]]] = {
+            slot: (graft, _copies(graft.state_dict())) for slot, graft in growing.grafts.items()}
+
+    def put_back(self, growing: "Growing") -> None:
+        """All of it, but for seeds that were not kept yet: those are gone, and their slots empty."""
+        growing.host.load_state_dict(self.model)
+        for group, params in zip(growing.optimizer.param_groups, self.groups, strict=True):
+            group["params"][:] = params
+        growing.optimizer.load_state_dict(self.optimizer)
+        for scheduler, state in zip(growing.asked.schedulers, self.schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        for name, value in self.life.items():
+            setattr(growing.life, name, value.clone())
+        growing.joined = list(self.joined)
+        growing.grafts = {slot: graft for slot, (graft, _) in self.grafts.items()}
+        for graft, state in self.grafts.values():
+            graft.load_state_dict(state)
+        on_trial = [slot for slot in growing.grafts
+                    if int(growing.life.stage[0, slot]) != SeedStage.FOSSILIZED]
+        growing.drop(on_trial)
+        growing.life.clear_slots(torch.tensor(on_trial, dtype=torch.int64))

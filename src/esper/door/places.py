@@ -1,0 +1,157 @@
+"""Where a model can grow: its slots, found by running it once without leaving a trace."""
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina.blueprints import kind_of
+from esper.kasmina.foreign import shape_of, spelled_out
+from esper.leyline import Cost, EsperError, SlotShape
+
+MOST_SLOTS = 12
+
+
+class Place(NamedTuple):
+    """A slot: behind which submodule, what it holds, and in which numbers."""
+
+    path: str
+    shape: SlotShape
+    device: torch.device
+    dtype: torch.dtype
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Whatever runs inside leaves modes, buffers and every random state as they were."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if not torch.equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Run a model on a batch as people have them: a tensor, a tuple whose first part is one, or keywords."""
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
+def first_of(output: Any) -> Any:
+    """What a slot works on: the output, or the first of several."""
+    return output[0] if isinstance(output, (tuple, list)) and output else output
+
+
+def _size(batch: Any) -> int:
+    """Samples of a batch."""
+    many = batch.values() if hasattr(batch, "keys") else batch
+    parts = many if not isinstance(many, Tensor) else [many]
+    return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
+
+
+def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], Cost]:
+    """({path: its outputs in a forward pass, in network order}, the model's cost per sample)."""
+    seen: dict[str, list[Any]] = {}
+
+    def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        seen.setdefault(path, []).append(first_of(output))
+
+    hooks = [module.register_forward_hook(functools.partial(note, path))
+             for path, module in model.named_modules() if path]
+    try:
+        with untouched(model), torch.no_grad(), spelled_out(), FlopCounterMode(display=False) as counter:
+            call(model.eval(), example)
+    except Exception as error:
+        raise EsperError(f"the model does not run on the example ({str(error).splitlines()[0]}); "
+                         "pass a batch as the training loop has it") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    params = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return seen, Cost(params, counter.get_total_flops() // _size(example))
+
+
+def _fits(outputs: list[Any], batch: int) -> bool:
+    out = outputs[0]
+    return (len(outputs) == 1 and isinstance(out, Tensor) and 2 <= out.dim() <= 4 and out.is_floating_point()
+            and len(out) == batch)
+
+
+def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
+                layouts: Mapping[str, str]) -> tuple[list[Place], Cost]:
+    """The slots that were asked for, or found, in network order."""
+    seen, cost = survey(model, example)
+    batch = _size(example)
+    if slots != "auto":
+        asked = [slots] if isinstance(slots, str) else list(slots)
+        known = dict(model.named_modules())
+        for path in asked:
+            if path not in known or not path:
+                raise EsperError(f"the model has no submodule {path!r} for a slot; "
+                                 f"there are {', '.join(list(known)[1:7])}, ...")
+            if path not in seen or len(seen[path]) > 1:
+                raise EsperError(f"{path} runs {len(seen.get(path, []))} times in a forward pass; "
+                                 "a slot needs a submodule that runs once")
+        paths = [path for path in seen if path in set(asked)]
+    else:
+        paths = _blocks(model, {path for path, outputs in seen.items() if _fits(outputs, batch)}, seen)
+    places = []
+    for path in paths:
+        out = seen[path][0]
+        shape = shape_of(model.get_submodule(path), path, out, batch, layouts.get(path))
+        places.append(Place(path, shape, out.device, out.dtype))
+    if slots == "auto" and places:  # of one kind, or nothing fits all of them
+        kind, _ = Counter(kind_of(place.shape) for place in places).most_common(1)[0]
+        places = [place for place in places if kind_of(place.shape) == kind]
+        step = -(-len(places) // MOST_SLOTS)
+        places = places[step - 1 :: step]
+    if not places:
+        raise EsperError("no slots were found in this model; name submodules with slots=[...]")
+    return places, cost
+
+
+def _blocks(model: nn.Module, able: set[str], seen: dict[str, list[Any]]) -> list[str]:
+    """Repeated blocks: children of one type in a container, the outermost ones; else the root's own parts
+    that have weights, but for the last, which is the head."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+        kinds = Counter(type(child) for _, child in children)
+        for name, child in children:
+            repeated = kinds[type(child)] > 1 and len(list(child.children())) > 0
+            inside = any(name.startswith(f"{outer}.") for outer in found)
+            if repeated and name in able and not inside:
+                found.append(name)
+    if not found:
+        parts = [name for name, child in model.named_children() if name in able and list(child.parameters())]
+        found = parts[:-1]
+    order = list(seen)
+    return sorted(found, key=order.index)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The user's own module inside what torch.compile returns."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise EsperError("models in DistributedDataParallel cannot grow yet: a seed that is born later would "
+                         "differ between ranks")
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
