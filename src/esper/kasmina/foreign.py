@@ -24,6 +24,8 @@ from esper.leyline.keys import mix, uniform
 AtSlot = Callable[[int, Tensor], Tensor]
 LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RMSNorm)
 """Layers whose channels come last: behind them a slot with three dimensions is [B, T, C]."""
+FIRST = (nn.Conv1d, nn.BatchNorm1d, nn.GroupNorm, nn.InstanceNorm1d)
+"""Layers whose channels come first: behind them it is [B, C, L]."""
 
 
 class _Running:
@@ -351,8 +353,7 @@ def shape_of(module: nn.Module, path: str, out: Any, batch: int, layout: str | N
         what = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         wrong = f"{what}, which cannot be {layout}" if layout else what
         raise EsperError(f"{path} returns {wrong}; a slot needs [B, C], [B, C, L], [B, C, H, W] or [B, T, C]")
-    layers = [layer for layer in module.modules() if list(layer.parameters(recurse=False))]
-    last = layout == "BTC" or (not layout and bool(layers) and isinstance(layers[-1], LAST))
-    if out.dim() == 3 and last:
+    told = [isinstance(layer, LAST) for layer in module.modules() if isinstance(layer, (*LAST, *FIRST))]
+    if out.dim() == 3 and (layout == "BTC" or (not layout and bool(told) and told[-1])):
         return SlotShape(out.shape[2], tokens=out.shape[1])
     return SlotShape(out.shape[1], tuple(out.shape[2:]))
