@@ -165,7 +165,7 @@ def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tupl
              classes: int) -> Samples:
     """MNIST's format: a file of images and one of labels, in this order."""
     shapes = (count, *inputs[1:]), (count,)
-    headers = [struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape) for shape in shapes]  # of bytes
+    headers = [struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape) for shape in shapes]
     (_, images), (path, labels) = map(_verified, [folder] * 2, files, shapes, headers)
     _check_labels(path, labels, classes)
     return images.reshape(count, *inputs), labels.astype(np.int64)

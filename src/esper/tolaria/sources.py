@@ -1,10 +1,9 @@
-"""Where the samples of built-in tasks come from: installed packages, or published files known by digest."""
+"""Where samples come from: installed packages, published files known by digest, or a user's stored ones."""
 
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,16 +20,6 @@ from esper.tolaria.files import TEST, TRAIN, DataFile, Samples
 
 if TYPE_CHECKING:
     from esper.tolaria.tasks import Task
-
-
-@contextmanager
-def _global_randomness_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def make_mnist1d() -> Samples:
@@ -81,25 +70,25 @@ class Generated:
         path = files.cache_path(task.name, part)
         if not os.path.isfile(path):
             self._keep(task)
-        return files.read_cache(path, self._recipe(part))
-
-    def _recipe(self, part: str) -> str:
-        return f"{part} {self.labels}"
+        return files.read_cache(path, f"{part} {self.labels}")
 
     def _keep(self, task: "Task") -> None:
+        python, numpy = random.getstate(), np.random.get_state()
         try:
-            with _global_randomness_kept():
-                x, y = self.make()
+            x, y = self.make()
         except ImportError as error:
             raise EsperError(f"{task.name} is not in {files.data_directory()} and cannot be made without "
                              f"the {self.package} package; {self.remedy(task)}") from error
+        finally:  # some packages seed the global generators
+            random.setstate(python)
+            np.random.set_state(numpy)
         labels = hashlib.sha256(y.tobytes()).hexdigest()
         if x.shape != (sum(task.sizes), *task.inputs) or labels != self.labels:
             raise EsperError(f"the installed {self.package} package makes other {task.name} samples than the "
                              "splits were fixed for; install the version that constraints.txt names")
         cut = task.count(TRAIN)
         for part, kept in ((TRAIN, slice(None, cut)), (TEST, slice(cut, None))):
-            files.write_cache(files.cache_path(task.name, part), self._recipe(part), (x[kept], y[kept]))
+            files.write_cache(files.cache_path(task.name, part), f"{part} {self.labels}", (x[kept], y[kept]))
 
 
 @dataclass(frozen=True)
@@ -132,6 +121,31 @@ class Files:
     def verify(self, task: "Task", part: str, folder: Path) -> Samples:
         chosen = tuple(file for file in self.files if file.part == part)
         return self.reader(folder, chosen, task.count(part), task.inputs, task.classes)
+
+
+def folder() -> Path:
+    """Of users' own tasks."""
+    return files.data_directory() / "tasks"
+
+
+def own_cache(name: str, digest: str, part: str) -> Path:
+    return folder() / f"{name}.{digest[:16]}.{part}.safetensors"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Samples of an own task, in the data directory."""
+
+    def where(self, task: "Task") -> str | None:
+        here = all(os.path.isfile(own_cache(task.name, task.digest, part)) for part in (TRAIN, TEST))
+        return str(folder()) if here else None
+
+    def remedy(self, task: "Task") -> str:
+        return f"esper tasks add {task.name} PATH --replace"
+
+    def read(self, task: "Task", part: str) -> Samples:
+        path = own_cache(task.name, task.digest, part)
+        return files.read_cache(path, f"{part} {task.digest}", f"run {self.remedy(task)}")
 
 
 def _known(sums: str) -> tuple[DataFile, ...]:
