@@ -1,5 +1,4 @@
-"""Families that ship with Esper, in each of which the best decision depends on what a policy cannot see; and
-families on any task, with ordinary hosts."""
+"""Families that ship with Esper, each with hidden causes; and families on any task, with ordinary hosts."""
 
 import math
 import tomllib
@@ -55,8 +54,8 @@ def family_on(task: str, kind: str = "") -> Family:
     price. `kind` is of the host; by default the one that the task is meant for."""
     known = find_task(task)
     kind = kind or known.host
-    if kind not in WIDTHS or [len(HOSTS[kind].inputs), HOSTS[kind].tokens] != [
-            len(known.inputs), HOSTS[known.host].tokens]:
+    takes = len(known.inputs), HOSTS[known.host].tokens
+    if kind not in WIDTHS or (len(HOSTS[kind].inputs), HOSTS[kind].tokens) != takes:
         raise EsperError(f"a {kind} host does not take the samples of {task}, {list(known.inputs)}; "
                          f"try {known.host}")
     train, validation, batch = MOST.get(kind, (2000, 1000, 100))
