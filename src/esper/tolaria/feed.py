@@ -120,14 +120,16 @@ class Feed:
         """[B, N, F]: the place in its sample from which each number is read."""
         if not augment and not self._shifts:
             return self.places.expand(*sample.shape, -1)
-        inside = torch.zeros(1, 1, 1, dtype=torch.int64, device=self.device)
+        grids = []  # along each axis [B, N, size]
         for axis, size in enumerate(self.inputs[1:] or self.inputs):
             moved = _spread(mix(self.key[None], Purpose.SHIFT + 100 * split, axis, sample), self.shift)
             if augment:
                 keys = mix(self.key[None], Purpose.AUGMENT, axis, self._clock[None], sample)
                 moved = moved + _spread(keys, augment)
-            grid = (torch.arange(size, device=self.device) - moved[..., None]) % size  # [B, N, size]
-            inside = (inside[..., None] * size + grid[..., None, :]).flatten(2)
+            grids.append((torch.arange(size, device=self.device) - moved[..., None]) % size)
+        inside = grids[0]
+        for grid in grids[1:]:
+            inside = (inside[..., :, None] * grid.shape[2] + grid[..., None, :]).flatten(2)
         offsets = torch.arange(0, self.x.shape[1], inside.shape[2], device=self.device)[:, None]
         return self.places.expand(*sample.shape, -1).gather(2, (offsets + inside[..., None, :]).flatten(2))
 

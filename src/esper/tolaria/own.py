@@ -21,8 +21,7 @@ from esper.tolaria import files
 from esper.tolaria.files import TEST, TRAIN, Samples
 from esper.tolaria.sources import folder, own_cache
 
-HOSTS = {2: "mlp", 3: "conv1d", 4: "cnn"}
-"""Dimensions of x -> kind of host that takes such samples."""
+HOSTS = {2: "mlp", 3: "conv1d", 4: "cnn"}  # dimensions of x -> kind of host that takes such samples
 NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_-]{0,79}")
 FEWEST = 10  # samples of a task
 SHARES, TENTHS = (0.6, 0.8), (8, 9)  # where the validation and the test split begin; of a text, in tenths
@@ -180,8 +179,8 @@ def _sequences(x: NDArray[np.int64], y: NDArray[np.int64], names: tuple[str, ...
 
 
 def _split(x: NDArray[Any], y: NDArray[Any], held: int) -> tuple[NDArray[np.int64], tuple[int, int, int]]:
-    """(order, sizes of the three splits). Samples come in the order of a hash of their bytes, so that equal
-    ones lie side by side, and no cut goes between those. What is in a given test split does not train."""
+    """(order, sizes of the three splits). Samples are in the order of a hash of their bytes: equal ones lie
+    side by side, and no cut goes between those. What is in a given test split does not train."""
     keys = [hashlib.sha256(one.tobytes() + two.tobytes()).digest() for one, two in zip(x, y, strict=True)]
     first = len(keys) - held
     tests = set(keys[first:])

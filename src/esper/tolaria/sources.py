@@ -32,16 +32,12 @@ def make_mnist1d() -> Samples:
     return x[:, None], np.concatenate([made["y"], made["y_test"]]).astype(np.int64)
 
 
-def make_digits() -> Samples:
-    made = import_module("sklearn.datasets").load_digits()
-    order = mix(torch.tensor(1797), torch.arange(len(made.target))).argsort().numpy()  # writers are mixed
-    return made.data.astype(np.uint8)[order], made.target.astype(np.int64)[order]
-
-
-def make_diabetes() -> Samples:
-    made = import_module("sklearn.datasets").load_diabetes()
-    order = mix(torch.tensor(442), torch.arange(len(made.target))).argsort().numpy()
-    return made.data[order], made.target.astype(np.float64)[order]
+def from_sklearn(name: str, inputs: type, labels: type) -> Samples:
+    """One of scikit-learn's sets, in an order of ours: the writers of digits are mixed."""
+    made = getattr(import_module("sklearn.datasets"), f"load_{name}")()
+    count = len(made.target)
+    order = mix(torch.tensor(count), torch.arange(count)).argsort().numpy()
+    return made.data.astype(inputs)[order], made.target.astype(labels)[order]
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,7 @@ class Generated:
 
     package: str
     module: str
-    make: Callable[[], Samples]
-    """All samples: training, validation, test."""
+    make: Callable[[], Samples]  # all samples: training, validation, test
     labels: str
     """SHA-256 of all labels: a package version that orders samples differently would move the splits."""
 

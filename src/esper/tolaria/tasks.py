@@ -4,6 +4,7 @@ is in `sources` and `own`."""
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,7 @@ from esper.tolaria.sources import Files, Generated, Stored
 
 @dataclass(frozen=True)
 class Task:
-    """What there is to learn. `from_arrays`, `from_dataset`, `from_text` and `from_file` make one of your own
-    data and store it; from then on its name is known, to other processes as well."""
+    """What there is to learn. `from_*` make one of your own data; then every process knows its name."""
 
     name: str
     host: str  # kind that it is meant for
@@ -170,10 +170,10 @@ TASKS = {task.name: task for task in (
          Generated("mnist1d", "mnist1d", sources.make_mnist1d,
                    "6feec4a017698c7fe237c8854cbd2e338c6dd5c16240f6fa79daefaaa129e169")),
     Task("digits", "mlp", (64,), 10, (1_000, 397, 400), "kNN and SVM about 97-98% (scikit-learn examples)",
-         Generated("scikit-learn", "sklearn", sources.make_digits,
+         Generated("scikit-learn", "sklearn", partial(sources.from_sklearn, "digits", np.uint8, np.int64),
                    "5575a4764b4cb8cb334b3e766d5633f250b4751c03bcfa4110ee6a3d461a3bb7")),
     Task("diabetes", "mlp", (10,), 1, (260, 90, 92), "ridge explains 40-50% (scikit-learn examples)",
-         Generated("scikit-learn", "sklearn", sources.make_diabetes,
+         Generated("scikit-learn", "sklearn", partial(sources.from_sklearn, "diabetes", float, float),
                    "42af70f1c53828726cea04091f5389b4a6d3acc0c346942eee1c30861d15ca91"),
          objective="regression", mean=156.1423076923077, deviation=79.02462456084336),
     Task("mnist", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000),
@@ -227,8 +227,7 @@ def _stored(name: str, make: Callable[[], own.Made], replace: bool) -> Task:
 
 
 def where(task: Task) -> str | None:
-    """"built in", the folder whose files would be read, or None where the data is missing. Looks, but
-    verifies nothing."""
+    """"built in", the folder that would be read, or None where data is missing. Nothing is verified."""
     return task.source.where(task)
 
 
