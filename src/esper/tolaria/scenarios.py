@@ -19,11 +19,16 @@ class Kind:
     """A hidden type: what the data is like, what is wrong with the host. Per-stage tuples may be short."""
 
     name: str
-    noise: float = 0.0  # standard deviation of noise added to every input, fixed per sample
-    shift: int = 0  # every sample is moved by up to so many places, fixed per sample
-    shuffle: bool = False  # positions are permuted, the same way for all samples
-    label_noise: float = 0.0  # share of training labels that are drawn at random; validation labels stay true
-    samples: int = 0  # training samples, cycled so that an epoch stays as long; 0 is all
+    noise: float = 0.0
+    """Standard deviation of noise added to every input, fixed per sample."""
+    shift: int = 0
+    """Every sample is moved by up to so many places, fixed per sample."""
+    shuffle: bool = False
+    """Positions are permuted, the same way for all samples."""
+    label_noise: float = 0.0
+    """Share of training labels that are drawn at random; validation labels stay true."""
+    samples: int = 0
+    """Training samples, cycled so that an epoch stays as long; 0 is all."""
     one_tap: tuple[bool, ...] = ()
     width: tuple[float, ...] = ()
     frozen: tuple[bool, ...] = ()
@@ -93,13 +98,18 @@ class Family:
     flop_prices: tuple[float, ...] = (0.0,)
     horizons: tuple[int, ...] = (20,)
     lrs: tuple[float, ...] = (1e-2,)
-    samples: int = 0  # training samples used of the task; 0 is all
-    validation: int = 0  # validation samples used; 0 is all
+    samples: int = 0
+    """Training samples used of the task; 0 is all."""
+    validation: int = 0
+    """Validation samples used; 0 is all."""
     batch: int = 100
-    pool: int = 1  # images are averaged over squares of so many pixels first
-    augment: int = 0  # every sample is moved by up to so many places, anew each epoch
+    pool: int = 1
+    """Images are averaged over squares of so many pixels first."""
+    augment: int = 0
+    """Every sample is moved by up to so many places, anew each epoch."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    floor: float = 0.1  # learning rates fall along a cosine to this share at the horizon
+    floor: float = 0.1
+    """Learning rates fall along a cosine to this share at the horizon."""
 
     def __post_init__(self) -> None:
         for name in ("kinds", "prices", "flop_prices", "horizons", "lrs"):
