@@ -85,7 +85,7 @@ def _checked(found: Any) -> Any:
 def _recipe() -> str:
     from esper.tolaria.tasks import TASKS
 
-    return TASKS["digits"].source._recipe("train")  # type: ignore[union-attr]
+    return f"train {TASKS['digits'].source.labels}"  # type: ignore[union-attr]
 
 
 def make(folder: Path) -> dict[str, Path]:

@@ -304,7 +304,7 @@ def test_the_page_on_data_runs_and_names_every_digest() -> None:
     exec(block, {})
     for task in tasks.TASKS.values():
         source = task.source
-        assert not isinstance(source, own.Stored)
+        assert not isinstance(source, tasks.Stored)
         digests = [file.sha256 for file in source.files] if isinstance(source, tasks.Files) else [source.labels]
         assert all(f"`{digest[:12]}`" in page for digest in digests)
 

@@ -1,5 +1,4 @@
-"""Families that ship with Esper, in each of which the best decision depends on what a policy cannot see; and
-families on any task, with ordinary hosts."""
+"""Families that ship with Esper, each with hidden causes; and families on any task, with ordinary hosts."""
 
 import math
 import tomllib
@@ -51,12 +50,11 @@ POINTS, FLOP_PRICES = (0.005, 0.02, 0.08), (0.005, 0.02)
 
 
 def family_on(task: str, kind: str = "") -> Family:
-    """Ordinary hosts on any task: all samples, few of them, or (but for tokens) wrong labels. Compute has a
-    price. `kind` is of the host; by default the one that the task is meant for."""
+    """Hosts of a kind, by default the task's own: all samples, few, or (but for tokens) wrong labels."""
     known, name = find_task(task), f"{task}-{kind}" if kind else task
     kind = kind or known.host
-    if kind not in WIDTHS or [len(HOSTS[kind].inputs), HOSTS[kind].tokens] != [
-            len(known.inputs), HOSTS[known.host].tokens]:
+    takes = len(known.inputs), HOSTS[known.host].tokens
+    if kind not in WIDTHS or (len(HOSTS[kind].inputs), HOSTS[kind].tokens) != takes:
         raise EsperError(f"a {kind} host does not take the samples of {task}, {list(known.inputs)}; "
                          f"try {known.host}")
     train, validation, batch = MOST.get(kind, (2000, 1000, 100))
@@ -74,8 +72,7 @@ def family_on(task: str, kind: str = "") -> Family:
 
 
 def find_family(name: str) -> Family:
-    """A family that ships with Esper or was registered; the keys of a family in a file NAME.toml; ordinary
-    hosts on a task by its name; or TASK/HOST, with another kind of host."""
+    """A family that is known by its name; one in a file NAME.toml; or ordinary hosts on TASK or TASK/HOST."""
     task, _, kind = name.partition("/")
     if name in FAMILIES:
         return FAMILIES[name]

@@ -1,8 +1,7 @@
 """Samples for every row: data lives on the device once, and each row reads it in its own order, with its own
-distortions.
+distortions: functions of its scenario's key and of the clock, never of its place in the population.
 
-Legend: N rows, B batch, n training samples, F numbers per sample. Everything a row meets is a function of its
-scenario's key and of the clock, never of its place in the population.
+Legend: N rows, B batch, n training samples, F numbers per sample.
 """
 
 import math
@@ -31,8 +30,8 @@ class Feed:
         held = self.hold(data.validation_x, data.validation_y, family.validation, "validation")
         self.validation_x, self.validation_y = held
         self.batch = min(family.batch, len(self.x))
-        self.steps = len(self.x) // self.batch
-        n = len(self.x)
+        n, width = self.x.shape
+        self.steps = n // self.batch
         self.key = torch.zeros(rows, dtype=torch.int64, device=device)
         self.subset = torch.arange(n, device=device).repeat(rows, 1)  # [N, n]: position -> sample
         told = torch.zeros(0) if self.objective.tokens else self.y  # nobody is told wrong tokens
@@ -40,11 +39,11 @@ class Feed:
         self.count = torch.full((rows,), n, device=device)
         self.noise = torch.zeros(rows, device=device)
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.places = torch.arange(self.x.shape[1], device=device).repeat(rows, 1)  # [N, F]: their sources
+        self.places = torch.arange(width, device=device).repeat(rows, 1)  # [N, F]: their sources
         self._order = self.subset  # [N, n] of this epoch
         self._clock = torch.zeros(rows, dtype=torch.int64, device=device)
         generator = torch.Generator().manual_seed(0)
-        self._noises = torch.randn(NOISES, self.x.shape[1], generator=generator).to(device)
+        self._noises = torch.randn(NOISES, width, generator=generator).to(device)
         self._shuffles = self._shifts = self._noisy = False
 
     def hold(self, x: Tensor, y: Tensor, most: int, what: str) -> tuple[Tensor, Tensor]:
@@ -63,25 +62,26 @@ class Feed:
 
     def reset(self, rows: Tensor, scenarios: Scenarios) -> None:
         """Give these rows the data of their new scenarios."""
-        where, n = rows.to(self.device), len(self.x)
+        where, (n, width) = rows.to(self.device), self.x.shape
         key = scenarios.key.to(self.device)
+
+        def told(name: str) -> Tensor:
+            return scenarios.of_kind(name).to(self.device)
+
         self.key[where] = key
         self.subset[where] = _shuffled(mix(key, Purpose.SUBSET), n)
-        count = scenarios.of_kind("samples").to(self.device)
-        self.count[where] = torch.where(count > 0, count, n).clamp(max=n)
+        self.count[where] = torch.where(told("samples") > 0, told("samples"), n).clamp(max=n)
         if not self.objective.tokens:
-            share = scenarios.of_kind("label_noise").to(self.device)[:, None]
-            wrong = uniform(mix(key, Purpose.LABEL), n) < share
+            wrong = uniform(mix(key, Purpose.LABEL), n) < told("label_noise")[:, None]
             drawn = self.objective.wrong_labels(uniform(mix(key, Purpose.LABEL, 1), n), self.y, self.outputs)
             self.labels[where] = torch.where(wrong, drawn, self.y)
-        self.noise[where] = scenarios.of_kind("noise").to(self.device, torch.float32)
-        self.shift[where] = scenarios.of_kind("shift").to(self.device)
+        self.noise[where] = told("noise").to(torch.float32)
+        self.shift[where] = told("shift")
         mixed = _shuffled(mix(key, Purpose.SHUFFLE), math.prod(self.inputs[1:] or self.inputs))  # by channel
-        straight = torch.arange(mixed.shape[1], device=self.device)
-        one = torch.where(scenarios.of_kind("shuffle").to(self.device)[:, None], mixed, straight)
-        channels = torch.arange(self.x.shape[1] // one.shape[1], device=self.device) * one.shape[1]
-        self.places[where] = (channels[:, None] + one[:, None, :]).flatten(1)
-        whole = torch.arange(self.x.shape[1], device=self.device)
+        whole = torch.arange(width, device=self.device)
+        size = mixed.shape[1]
+        one = torch.where(told("shuffle")[:, None], mixed, whole[:size])
+        self.places[where] = (whole[::size, None] + one[:, None, :]).flatten(1)
         self._shuffles, self._shifts, self._noisy = (  # asked once here: asking a device makes it wait
             bool((self.places != whole).any()), bool(self.shift.any()), bool((self.noise > 0).any()))
 
@@ -120,20 +120,17 @@ class Feed:
         """[B, N, F]: the place in its sample from which each number is read."""
         if not augment and not self._shifts:
             return self.places.expand(*sample.shape, -1)
-        extent = self.inputs[1:] or self.inputs
-        grids = []
-        for axis, size in enumerate(extent):
-            fixed = _spread(mix(self.key[None], Purpose.SHIFT + 100 * split, axis, sample), self.shift)
-            moved = fixed
+        grids = []  # along each axis [B, N, size]
+        for axis, size in enumerate(self.inputs[1:] or self.inputs):
+            moved = _spread(mix(self.key[None], Purpose.SHIFT + 100 * split, axis, sample), self.shift)
             if augment:
                 keys = mix(self.key[None], Purpose.AUGMENT, axis, self._clock[None], sample)
-                moved = fixed + _spread(keys, augment)
-            grids.append((torch.arange(size, device=self.device) - moved[..., None]) % size)  # [B, N, size]
+                moved = moved + _spread(keys, augment)
+            grids.append((torch.arange(size, device=self.device) - moved[..., None]) % size)
         inside = grids[0]
-        if len(grids) > 1:
-            inside = (grids[0][..., :, None] * extent[1] + grids[1][..., None, :]).flatten(2)
-        channels = self.x.shape[1] // inside.shape[2]
-        offsets = torch.arange(channels, device=self.device)[:, None] * inside.shape[2]
+        for grid in grids[1:]:
+            inside = (inside[..., :, None] * grid.shape[2] + grid[..., None, :]).flatten(2)
+        offsets = torch.arange(0, self.x.shape[1], inside.shape[2], device=self.device)[:, None]
         return self.places.expand(*sample.shape, -1).gather(2, (offsets + inside[..., None, :]).flatten(2))
 
 

@@ -1,8 +1,5 @@
 """Where samples lie on disk: the data directory, its cache, registered folders, and readers that verify what
-they read.
-
-Which samples train, validate or test is decided in `tasks`, not here.
-"""
+they read. Which samples train, validate or test is not decided here."""
 
 import gzip
 import hashlib
@@ -114,8 +111,7 @@ def registered_folders() -> dict[str, str]:
 
 
 def register_folder(task: str, folder: Path) -> None:
-    folders = registered_folders() | {task: str(folder)}
-    path = data_directory() / "folders.json"
+    folders, path = registered_folders() | {task: str(folder)}, data_directory() / "folders.json"
     with writing(path):
         write_json(path, "folders", {"folders": folders})
 
@@ -124,10 +120,11 @@ def find_file(folder: Path, name: str) -> Path | None:
     return next((folder / n for n in (name, f"{name}.gz") if os.path.isfile(folder / n)), None)
 
 
-def _content(folder: Path, file: DataFile, size: int) -> tuple[Path, bytes]:
-    """A file's bytes, decompressed if they are gzipped, whatever its name says; at most one byte more than
-    the expected `size`: a small file can unpack to any length."""
-    path = find_file(folder, file.name)
+def _verified(folder: Path, file: DataFile, shape: tuple[int, ...],
+              header: bytes = b"") -> tuple[Path, NDArray[np.uint8]]:
+    """The bytes behind a file's header, as published. Gzipped files are known by their content, whatever
+    their name; at most one byte too many is unpacked: a small file can unpack to any length."""
+    path, size = find_file(folder, file.name), len(header) + math.prod(shape)
     if path is None:
         raise EsperError(f"no {file.name} or {file.name}.gz in {folder}; "
                          "give esper tasks add-data the folder that holds the original files")
@@ -135,17 +132,22 @@ def _content(folder: Path, file: DataFile, size: int) -> tuple[Path, bytes]:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            return path, (gzip.GzipFile(fileobj=raw) if packed else raw).read(size + 1)
+            data = (gzip.GzipFile(fileobj=raw) if packed else raw).read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise EsperError(f"{path} is a damaged or truncated gzip file; {REPLACE}") from error
     except OSError as error:
         raise EsperError(f"cannot read {path} ({error.strerror}); make it readable or {REPLACE}") from error
-
-
-def _check_size(path: Path, data: bytes, expected: int) -> None:
-    if len(data) != expected:
-        kind = f"truncated: {len(data)} bytes of" if len(data) < expected else "too long: more than the"
-        raise EsperError(f"{path} is {kind} {expected} bytes, decompressed; {REPLACE}")
+    if not data.startswith(header[:4]):
+        raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind "
+                         f"starts with {header[:4].hex()}; {REPLACE}")
+    if not data.startswith(header):
+        shown = " x ".join(map(str, shape))
+        raise EsperError(f"{path} does not hold {shown} values by its own header; {REPLACE}")
+    if len(data) != size:
+        kind = f"truncated: {len(data)} bytes of" if len(data) < size else "too long: more than the"
+        raise EsperError(f"{path} is {kind} {size} bytes, decompressed; {REPLACE}")
+    check_digest(path, data, file.sha256)
+    return path, np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape)
 
 
 def check_digest(path: Path, data: bytes, sha256: str) -> None:
@@ -153,7 +155,7 @@ def check_digest(path: Path, data: bytes, sha256: str) -> None:
         raise EsperError(f"{path} has the wrong sha256 checksum; {REPLACE}")
 
 
-def _check_labels(path: Path, labels: NDArray[np.int64], classes: int) -> None:
+def _check_labels(path: Path, labels: NDArray[np.uint8], classes: int) -> None:
     if not np.array_equal(np.unique(labels), np.arange(classes)):
         raise EsperError(f"{path} has labels from {labels.min()} to {labels.max()}, "
                          f"expected each of 0 to {classes - 1}; {REPLACE}")
@@ -162,35 +164,20 @@ def _check_labels(path: Path, labels: NDArray[np.int64], classes: int) -> None:
 def read_idx(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...],
              classes: int) -> Samples:
     """MNIST's format: a file of images and one of labels, in this order."""
-    unpacked = []
-    for file, shape in zip(files, ((count, *inputs[1:]), (count,)), strict=True):
-        header = struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape)  # 0x08 is unsigned bytes
-        size = len(header) + math.prod(shape)
-        path, data = _content(folder, file, size)
-        if data[:4] != header[:4]:
-            raise EsperError(f"{path} starts with {data[:4].hex() or 'nothing'}, but an IDX file of its kind "
-                             f"starts with {header[:4].hex()}; {REPLACE}")
-        if data[: len(header)] != header:
-            shown = " x ".join(map(str, shape))
-            raise EsperError(f"{path} does not hold {shown} values by its own header; {REPLACE}")
-        _check_size(path, data, size)
-        unpacked.append(np.frombuffer(data, np.uint8, offset=len(header)).reshape(shape))
-        check_digest(path, data, file.sha256)
-    images, labels = unpacked[0].reshape(count, *inputs), unpacked[1].astype(np.int64)
+    shapes = (count, *inputs[1:]), (count,)
+    headers = [struct.pack(f">{1 + len(shape)}I", 0x0800 | len(shape), *shape) for shape in shapes]
+    (_, images), (path, labels) = map(_verified, [folder] * 2, files, shapes, headers)
     _check_labels(path, labels, classes)
-    return images, labels
+    return images.reshape(count, *inputs), labels.astype(np.int64)
 
 
 def read_cifar(folder: Path, files: tuple[DataFile, ...], count: int, inputs: tuple[int, ...],
                classes: int) -> Samples:
     """CIFAR's format: files of equal length, joined in order; a record is its label byte, then its pixels."""
-    width, batches = 1 + math.prod(inputs), []
-    size = count // len(files) * width
+    batches = []
     for file in files:
-        path, data = _content(folder, file, size)
-        _check_size(path, data, size)
-        check_digest(path, data, file.sha256)
-        batches.append(np.frombuffer(data, np.uint8).reshape(-1, width))
-        _check_labels(path, batches[-1][:, 0].astype(np.int64), classes)
+        path, batch = _verified(folder, file, (count // len(files), 1 + math.prod(inputs)))
+        _check_labels(path, batch[:, 0], classes)
+        batches.append(batch)
     records = np.concatenate(batches)
     return records[:, 1:].reshape(count, *inputs), records[:, 0].astype(np.int64)

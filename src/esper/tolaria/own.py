@@ -1,18 +1,13 @@
 """Users' own tasks: samples are checked, split by their content and stored whole in the data directory.
-
-Nothing is written before everything is checked. How files are decoded is in `readers`.
-
-Legend: n samples, T tokens of a sample.
-"""
+Nothing is written before everything is checked. Legend: n samples, T tokens of a sample."""
 
 import hashlib
 import json
 import math
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +19,9 @@ from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.storage import read_json, write_json
 from esper.tolaria import files
 from esper.tolaria.files import TEST, TRAIN, Samples
+from esper.tolaria.sources import folder, own_cache
 
-if TYPE_CHECKING:
-    from esper.tolaria.tasks import Task
-
-HOSTS = {2: "mlp", 3: "conv1d", 4: "cnn"}
-"""Dimensions of x -> kind of host that takes such samples."""
+HOSTS = {2: "mlp", 3: "conv1d", 4: "cnn"}  # dimensions of x -> kind of host that takes such samples
 NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_-]{0,79}")
 FEWEST = 10  # samples of a task
 SHARES, TENTHS = (0.6, 0.8), (8, 9)  # where the validation and the test split begin; of a text, in tenths
@@ -52,22 +44,18 @@ class Description:
     digest: str = ""
 
 
-@dataclass(frozen=True)
-class Made:
-    """A task that is checked and split, but stored nowhere yet."""
+Made = tuple[Description, dict[str, Samples]]
+"""A task that is checked and split, but stored nowhere yet: its samples as a source keeps them apart."""
 
-    description: Description
-    parts: dict[str, Samples]  # as a source keeps them apart
 
-    @classmethod
-    def of(cls, description: Description, x: NDArray[Any], y: NDArray[Any]) -> "Made":
-        """From samples in the order of their splits; the digest is over all of it."""
-        cut = sum(description.sizes[:2])
-        parts = {TRAIN: (x[:cut], y[:cut]), TEST: (x[cut:], y[cut:])}
-        digest = hashlib.sha256(json.dumps(to_dict(description), sort_keys=True).encode())
-        for part, samples in parts.items():
-            digest.update(files.digest_of(part, samples).encode())
-        return cls(replace(description, digest=digest.hexdigest()), parts)
+def _made(description: Description, x: NDArray[Any], y: NDArray[Any]) -> Made:
+    """From samples in the order of their splits; the digest is over all of it."""
+    cut = sum(description.sizes[:2])
+    parts = {TRAIN: (x[:cut], y[:cut]), TEST: (x[cut:], y[cut:])}
+    digest = hashlib.sha256(json.dumps(to_dict(description), sort_keys=True).encode())
+    for part, samples in parts.items():
+        digest.update(files.digest_of(part, samples).encode())
+    return replace(description, digest=digest.hexdigest()), parts
 
 
 def _array(name: str, values: Any) -> NDArray[Any]:
@@ -133,32 +121,31 @@ def prepare(x: Any, y: Any, objective: str, held: int = 0) -> Made:
                          f"expected y of shape {list(expected)}")
     if len(x) < FEWEST:
         raise EsperError(f"there are {len(x)} samples; a task needs at least {FEWEST}")
+    names: tuple[str, ...] = ()
     if kind.tokens:
         (x, y), names = _classes("x and y", np.stack([x, y]))
-        order, sizes = _split(x, y, held)
-        return _sequences(x[order], y[order], names, sizes)
-    x = _inputs(x)
-    host, inputs = HOSTS[x.ndim], x.shape[1:]
-    if kind.label_dtype.is_floating_point:
+    elif kind.label_dtype.is_floating_point:
+        x = _inputs(x)
         _check_finite("y", y)
         y = y.astype(np.float64) + 0.0
-        order, sizes = _split(x, y, held)
-        known = y[order[: sizes[0]]]
-        if known.min() == known.max() or not known.std():
-            raise EsperError(f"y is {known[0]} in all training samples; there is nothing to predict")
-        description = Description(host, inputs, 1, sizes, objective, mean=float(known.mean()),
-                                  deviation=float(known.std()))
     else:
-        y, names = _classes("y", y)
+        x, (y, names) = _inputs(x), _classes("y", y)
         if 2 * len(names) > len(y):
             raise EsperError(f"y has {len(names)} classes in {len(y)} samples; give at least two of each, or "
                              "the objective regression if y is a number to predict")
-        order, sizes = _split(x, y, held)
-        if missing := set(range(len(names))) - set(y[order[: sizes[0]]].tolist()):
-            raise EsperError(f"class {names[min(missing)]!r} has no sample in the training split"
-                             f"{' that is not in the test split' if held else ''}; give more of it, or none")
-        description = Description(host, inputs, len(names), sizes, objective, names)
-    return Made.of(description, x[order], y[order])
+    order, sizes = _split(x, y, held)
+    x, y, known = x[order], y[order], y[order[: sizes[0]]]
+    if kind.tokens:
+        return _sequences(x, y, names, sizes)
+    made = Description(HOSTS[x.ndim], x.shape[1:], len(names) or 1, sizes, objective, names)
+    if missing := set(range(len(names))) - set(known.tolist()):
+        raise EsperError(f"class {names[min(missing)]!r} has no sample in the training split"
+                         f"{' that is not in the test split' if held else ''}; give more of it, or none")
+    if not names:
+        if known.min() == known.max() or not known.std():
+            raise EsperError(f"y is {known[0]} in all training samples; there is nothing to predict")
+        made = replace(made, mean=float(known.mean()), deviation=float(known.std()))
+    return _made(made, x, y)
 
 
 def prepare_text(text: str | bytes, context: int) -> Made:
@@ -188,28 +175,31 @@ def _sequences(x: NDArray[np.int64], y: NDArray[np.int64], names: tuple[str, ...
         raise EsperError("all labels of the training split are the same token; there is nothing to predict")
     small = np.min_scalar_type(len(names) - 1)
     description = Description("gpt", x.shape[1:], len(names), sizes, "next_token", names, entropy)
-    return Made.of(description, x.astype(small), y.astype(small))
+    return _made(description, x.astype(small), y.astype(small))
 
 
 def _split(x: NDArray[Any], y: NDArray[Any], held: int) -> tuple[NDArray[np.int64], tuple[int, int, int]]:
-    """(order, sizes of the three splits). Samples come in the order of a hash of their bytes, so that equal
-    ones lie side by side, and no cut goes between those. What is in a given test split does not train."""
+    """(order, sizes of the three splits). Samples are in the order of a hash of their bytes: equal ones lie
+    side by side, and no cut goes between those. What is in a given test split does not train."""
     keys = [hashlib.sha256(one.tobytes() + two.tobytes()).digest() for one, two in zip(x, y, strict=True)]
     first = len(keys) - held
     tests = set(keys[first:])
     order = sorted((i for i in range(first) if keys[i] not in tests), key=keys.__getitem__)
     starts = [p for p in range(1, len(order)) if keys[order[p]] != keys[order[p - 1]]]
-    shares = (SHARES[0] / SHARES[1],) if held else SHARES
-    if len(starts) < len(shares):
+    splits = 2 if held else 3
+    if len(starts) < splits - 1:
         raise EsperError(f"there are {len(starts) + bool(order)} different samples to split; "
-                         f"{len(shares) + 1} splits need at least as many")
-    cuts: list[int] = []
-    for left, share in zip(reversed(range(len(shares))), shares, strict=True):
-        able = [p for p in starts[: len(starts) - left] if not cuts or p > cuts[-1]]
-        cuts.append(min(able, key=lambda p: abs(p - share * len(order))))
-    begin, end = cuts[0], len(order) if held else cuts[-1]
-    return (np.array([*order, *range(first, len(keys))]),
-            (begin, end - begin, held or len(order) - end))
+                         f"{splits} splits need at least as many")
+
+    def nearest(share: float, able: list[int]) -> int:
+        return min(able, key=lambda place: abs(place - share * len(order)))
+
+    if held:
+        begin, end = nearest(SHARES[0] / SHARES[1], starts), len(order)
+    else:
+        begin = nearest(SHARES[0], starts[:-1])
+        end = nearest(SHARES[1], [place for place in starts if place > begin])
+    return np.array([*order, *range(first, len(keys))]), (begin, end - begin, held or len(order) - end)
 
 
 def collect(dataset: Any) -> tuple[list[Any], list[Any]]:
@@ -229,28 +219,16 @@ def collect(dataset: Any) -> tuple[list[Any], list[Any]]:
     return x, y
 
 
-def folder() -> Path:
-    return files.data_directory() / "tasks"
-
-
-def _description(name: str) -> Path:
-    return folder() / f"{name}.json"
-
-
-def _cache(name: str, digest: str, part: str) -> Path:
-    return folder() / f"{name}.{digest[:16]}.{part}.safetensors"
-
-
 def names() -> list[str]:
     return sorted(path.stem for path in folder().glob("*.json") if NAME.fullmatch(path.stem))
 
 
 def known(name: str) -> bool:
-    return isinstance(name, str) and bool(NAME.fullmatch(name)) and _description(name).is_file()
+    return isinstance(name, str) and bool(NAME.fullmatch(name)) and (folder() / f"{name}.json").is_file()
 
 
 def describe(name: str) -> Description:
-    path = _description(name)
+    path = folder() / f"{name}.json"
     try:
         return from_dict(Description, read_json(path, "task").get("task"), str(path))
     except EsperError as error:
@@ -259,21 +237,22 @@ def describe(name: str) -> Description:
 
 def store(name: str, made: Made, replace: bool) -> None:
     """Keep a task under its name: its data first, then the description that points to it."""
-    digest = made.description.digest
+    description, parts = made
+    digest, path = description.digest, folder() / f"{name}.json"
     if not replace and known(name) and describe(name).digest != digest:
         raise EsperError(f"there is already a task {name!r} with other data; replace it with --replace "
                          "(replace=True), or choose another name")
-    path, caches = _description(name), {part: _cache(name, digest, part) for part in made.parts}
-    with files.all_or_nothing([*caches.values(), path]):
-        for part, cache in caches.items():
-            files.write_cache(cache, f"{part} {digest}", made.parts[part])
+    kept = [*(own_cache(name, digest, part) for part in parts), path]
+    with files.all_or_nothing(kept):
+        for cache, (part, samples) in zip(kept, parts.items(), strict=False):
+            files.write_cache(cache, f"{part} {digest}", samples)
         with files.writing(path):
-            write_json(path, "task", {"task": to_dict(made.description)})
-    _forget(name, [path, *caches.values()])
+            write_json(path, "task", {"task": to_dict(description)})
+    _forget(name, kept)
 
 
 def remove(name: str) -> None:
-    """Take an own task away."""
+    """Take an own task and its samples away."""
     if not known(name):
         raise EsperError(f"there is no task {name!r} of your own; "
                          f"there are {', '.join(names()) or 'none'}, and built-in tasks stay")
@@ -285,19 +264,3 @@ def _forget(name: str, kept: list[Path]) -> None:
         if path not in kept:
             with files.writing(path):
                 path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Samples of an own task, in the data directory."""
-
-    def where(self, task: "Task") -> str | None:
-        here = all(os.path.isfile(_cache(task.name, task.digest, part)) for part in (TRAIN, TEST))
-        return str(folder()) if here else None
-
-    def remedy(self, task: "Task") -> str:
-        return f"esper tasks add {task.name} PATH --replace"
-
-    def read(self, task: "Task", part: str) -> Samples:
-        path = _cache(task.name, task.digest, part)
-        return files.read_cache(path, f"{part} {task.digest}", f"run {self.remedy(task)}")

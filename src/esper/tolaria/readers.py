@@ -6,7 +6,6 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,24 @@ from esper.tolaria.files import TEST, DataFile
 from esper.tolaria.own import Made, prepare, prepare_text
 
 MOST_CLASSES = 20  # different whole numbers that are taken for classes if nobody says so
-MODES = {"1": "L", "L": "L", "LA": "L", "P": "RGB", "RGB": "RGB", "RGBA": "RGB", "CMYK": "RGB",
-         "YCbCr": "RGB"}
+MODES = dict.fromkeys(("1", "L", "LA"), "L") | dict.fromkeys(("P", "RGB", "RGBA", "CMYK", "YCbCr"), "RGB")
 """Mode of a picture -> grey or RGB, as it is read."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a user says about a file beside its path."""
-
-    objective: str = ""  # empty: what the labels look like
-    target: str = ""  # column of the labels in a .csv file; empty: the last
-    context: int = 64  # tokens of a sample, of text
-
-
-def read(path: str | Path, asked: Asked) -> Made:
-    """The task that a file or folder holds."""
+def read(path: str | Path, objective: str, target: str, context: int) -> Made:
+    """The task that a file or folder holds; an empty objective is what its labels look like."""
     path = Path(path).expanduser()
     try:
         reader = _pictures if path.is_dir() else READERS.get(path.suffix.lower(), _text)
-        if asked.objective == "next_token" and reader in (_table, _series):
+        if objective == "next_token" and reader in (_table, _series):
             reader = _text
         if not path.is_dir() and not path.is_file():
             raise EsperError("there is no such file or folder")
-        if asked.target and reader is not _table:
+        if target and reader is not _table:
             raise EsperError("--target names a column of a .csv file, which this is not")
         if not path.stat().st_size and path.is_file():
             raise EsperError("the file is empty")
-        return reader(path, asked)
+        return reader(path, objective, target, context)
     except EsperError as error:
         raise EsperError(f"{path}: {error}") from error
     except OSError as error:
@@ -62,23 +51,23 @@ def _looks_like(y: NDArray[Any]) -> str:
     return "classification" if len(found) <= MOST_CLASSES and (found % 1 == 0).all() else "regression"
 
 
-def _text(path: Path, asked: Asked) -> Made:
-    if asked.objective not in ("", "next_token"):
-        raise EsperError(f"a file of this kind is text for the objective next-token, not {asked.objective}")
-    return prepare_text(path.read_bytes(), asked.context)
+def _text(path: Path, objective: str, _: str, context: int) -> Made:
+    if objective not in ("", "next_token"):
+        raise EsperError(f"a file of this kind is text for the objective next-token, not {objective}")
+    return prepare_text(path.read_bytes(), context)
 
 
-def _arrays(path: Path, asked: Asked) -> Made:
+def _arrays(path: Path, objective: str, *unused: Any) -> Made:
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = dict(stored)
     except (ValueError, EOFError, AttributeError, TypeError, zlib.error, zipfile.BadZipFile) as error:
         raise EsperError(f"it is no .npz file of plain arrays ({error})") from error
-    for name in ("x",) if asked.objective == "next_token" else ("x", "y"):
+    for name in ("x",) if objective == "next_token" else ("x", "y"):
         if name not in arrays:
             raise EsperError(f"there is no array {name!r} in it, but {', '.join(arrays) or 'none'}; "
                              "save it with numpy.savez(PATH, x=..., y=...)")
-    return prepare(arrays["x"], arrays.get("y"), asked.objective or _looks_like(arrays["y"]))
+    return prepare(arrays["x"], arrays.get("y"), objective or _looks_like(arrays["y"]))
 
 
 Rows = list[tuple[int, list[str]]]
@@ -127,14 +116,14 @@ def _labels(rows: Rows, column: int, name: str) -> NDArray[Any]:
     return np.array(given)
 
 
-def _table(path: Path, asked: Asked) -> Made:
-    """Features are all columns but the target."""
+def _table(path: Path, objective: str, target: str, _: int) -> Made:
+    """Features are all columns but the target, which is the last by default."""
     (_, header), *rows = _rows(path, ",") or [(0, [])]
     if not rows:
         raise EsperError("there is no line below the column names")
     if all(_number(name) is not None for name in header):
         raise EsperError("line 1 holds numbers alone; put the names of the columns there")
-    target = asked.target or header[-1]
+    target = target or header[-1]
     if header.count(target) != 1:
         raise EsperError(f"{header.count(target) or 'no'} columns are called {target!r}; "
                          f"there are {', '.join(header)}")
@@ -142,10 +131,10 @@ def _table(path: Path, asked: Asked) -> Made:
     if not features:
         raise EsperError(f"there is no column beside {target!r} to learn from; commas separate columns")
     y = _labels(rows, header.index(target), target)
-    return prepare(_numbers(rows, features), y, asked.objective or _looks_like(y))
+    return prepare(_numbers(rows, features), y, objective or _looks_like(y))
 
 
-def _series(path: Path, asked: Asked) -> Made:
+def _series(path: Path, objective: str, *unused: Any) -> Made:
     """UCR's format: no header, a label, then the series; the file of tests beside it if there is one."""
     beside, read = path.with_name(path.name.replace("_TRAIN.tsv", "_TEST.tsv")), []
     for file in dict.fromkeys([path, beside] if beside.is_file() else [path]):
@@ -158,11 +147,10 @@ def _series(path: Path, asked: Asked) -> Made:
     if x[0].shape[1:] != x[-1].shape[1:]:
         raise EsperError(f"its series have {x[0].shape[2]} numbers and those of {beside.name} "
                          f"{x[-1].shape[2]}; all must be of one length")
-    held = sum(map(len, y[1:]))
-    return prepare(np.concatenate(x), np.concatenate(y), asked.objective or "classification", held)
+    return prepare(np.concatenate(x), np.concatenate(y), objective or "classification", sum(map(len, y[1:])))
 
 
-def _pictures(path: Path, asked: Asked) -> Made:
+def _pictures(path: Path, objective: str, *unused: Any) -> Made:
     """A subfolder for each class; [n, C, H, W] uint8, grey if all are."""
     found = {folder.name: [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
              for folder in sorted(path.iterdir()) if folder.is_dir() and not folder.name.startswith(".")}
@@ -179,7 +167,7 @@ def _pictures(path: Path, asked: Asked) -> Made:
                              "all pictures must be of one size")
     most = max(len(one) for one in pictures)
     x = np.stack([np.broadcast_to(one, (most, *one.shape[1:])) for one in pictures])
-    return prepare(x, [name for name, _ in named], asked.objective or "classification")
+    return prepare(x, [name for name, _ in named], objective or "classification")
 
 
 def picture(path: Path) -> NDArray[np.uint8]:
@@ -198,7 +186,7 @@ def picture(path: Path) -> NDArray[np.uint8]:
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
 
 
-READERS: dict[str, Callable[[Path, Asked], Made]] = {".npz": _arrays, ".csv": _table, ".tsv": _series}
+READERS: dict[str, Callable[[Path, str, str, int], Made]] = {".npz": _arrays, ".csv": _table, ".tsv": _series}
 """How a file's name ends -> its reader; what is not here is text."""
 
 

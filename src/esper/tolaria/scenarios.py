@@ -1,11 +1,8 @@
 """Scenarios: what an episode is about. A family draws them by key; a policy sees prices, horizon and clock
-alone.
-
-Legend: N scenarios, T stages of the host.
-"""
+alone. Legend: N scenarios."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -116,30 +113,30 @@ class Family:
 
     def __post_init__(self) -> None:
         for name in ("kinds", "prices", "flop_prices", "horizons", "lrs"):
-            if not isinstance(getattr(self, name), (tuple, list)):
-                raise EsperError(f"{name} of family {self.name!r} is a {type(getattr(self, name)).__name__}; "
+            if not isinstance(given := getattr(self, name), (tuple, list)):
+                raise EsperError(f"{name} of family {self.name!r} is a {type(given).__name__}; "
                                  "expected a tuple")
+        for problem in self._problems():
+            raise EsperError(f"family {self.name!r} {problem}")
+
+    def _problems(self) -> Iterator[str]:
         if not isinstance(self.host, Host) or not isinstance(self.optim, OptimConfig):
-            raise EsperError(f"family {self.name!r} needs a Host and an OptimConfig")
+            yield "needs a Host and an OptimConfig"
         find_task(self.task)
         if not (self.kinds and self.prices and self.flop_prices and self.horizons and self.lrs):
-            raise EsperError(f"family {self.name!r} needs at least one kind, price, FLOP price, horizon "
-                             "and learning rate")
+            yield "needs at least one kind, price, FLOP price, horizon and learning rate"
         least = min(self.samples, self.validation, self.augment)
         if min(*self.horizons, self.batch, self.pool) < 1 or least < 0:
-            raise EsperError(f"family {self.name!r} has an impossible size: horizons {self.horizons}, "
-                             f"batch {self.batch}, pool {self.pool}, samples {self.samples}, "
-                             f"validation {self.validation}")
+            yield (f"has an impossible size: horizons {self.horizons}, batch {self.batch}, pool {self.pool}, "
+                   f"samples {self.samples}, validation {self.validation}")
         if min(*self.prices, *self.flop_prices, 0.0) < 0 or min(self.lrs) <= 0:
-            raise EsperError(f"family {self.name!r} has a negative price, or a learning rate that is "
-                             "not above 0")
-        if any(not 0 <= kind.label_noise < 1 or min(kind.noise, kind.shift, kind.samples) < 0
-               for kind in self.kinds):
-            raise EsperError(f"family {self.name!r} has a kind with impossible noise, shift or samples")
+            yield "has a negative price, or a learning rate that is not above 0"
+        if any(not 0 <= k.label_noise < 1 or min(k.noise, k.shift, k.samples) < 0 for k in self.kinds):
+            yield "has a kind with impossible noise, shift or samples"
         distorted = any(k.noise or k.shift or k.shuffle or k.label_noise for k in self.kinds)
         if self.host.tokens and (distorted or self.augment or self.pool > 1):
-            raise EsperError(f"family {self.name!r} has hosts of tokens: nothing distorts them; leave out "
-                             "noise, shift, shuffle, label_noise, augment and pool")
+            yield ("has hosts of tokens: nothing distorts them; "
+                   "leave out noise, shift, shuffle, label_noise, augment and pool")
 
     @property
     def objective(self) -> str:
@@ -161,8 +158,7 @@ class Family:
         """Scenarios number `start` .. `start + count - 1` of a split; splits share no key."""
         if split not in SPLITS:
             raise EsperError(f"no scenario split {split!r}; choose from {', '.join(SPLITS)}")
-        numbers = torch.arange(start, start + count)
-        return self.draw(mix(torch.full((count,), SPLITS[split]), numbers))
+        return self.draw(mix(torch.full((count,), SPLITS[split]), torch.arange(start, start + count)))
 
     def rate(self, clock: Tensor, horizon: Tensor) -> Tensor:
         """Share of the learning rate in epoch `clock` (0 is the first). The clock alone decides, for hosts

@@ -1,10 +1,9 @@
-"""Where the samples of built-in tasks come from: installed packages, or published files known by digest."""
+"""Where samples come from: installed packages, published files known by digest, or a user's stored ones."""
 
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,16 +22,6 @@ if TYPE_CHECKING:
     from esper.tolaria.tasks import Task
 
 
-@contextmanager
-def _global_randomness_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def make_mnist1d() -> Samples:
     """The published set: generator defaults, spelled out so that a later package cannot move them."""
     generator = import_module("mnist1d.data")
@@ -43,16 +32,12 @@ def make_mnist1d() -> Samples:
     return x[:, None], np.concatenate([made["y"], made["y_test"]]).astype(np.int64)
 
 
-def make_digits() -> Samples:
-    made = import_module("sklearn.datasets").load_digits()
-    order = mix(torch.tensor(1797), torch.arange(len(made.target))).argsort().numpy()  # writers are mixed
-    return made.data.astype(np.uint8)[order], made.target.astype(np.int64)[order]
-
-
-def make_diabetes() -> Samples:
-    made = import_module("sklearn.datasets").load_diabetes()
-    order = mix(torch.tensor(442), torch.arange(len(made.target))).argsort().numpy()
-    return made.data[order], made.target.astype(np.float64)[order]
+def from_sklearn(name: str, inputs: type, labels: type) -> Samples:
+    """One of scikit-learn's sets, in an order of ours: the writers of digits are mixed."""
+    made = getattr(import_module("sklearn.datasets"), f"load_{name}")()
+    count = len(made.target)
+    order = mix(torch.tensor(count), torch.arange(count)).argsort().numpy()
+    return made.data.astype(inputs)[order], made.target.astype(labels)[order]
 
 
 @dataclass(frozen=True)
@@ -61,8 +46,7 @@ class Generated:
 
     package: str
     module: str
-    make: Callable[[], Samples]
-    """All samples: training, validation, test."""
+    make: Callable[[], Samples]  # all samples: training, validation, test
     labels: str
     """SHA-256 of all labels: a package version that orders samples differently would move the splits."""
 
@@ -81,25 +65,25 @@ class Generated:
         path = files.cache_path(task.name, part)
         if not os.path.isfile(path):
             self._keep(task)
-        return files.read_cache(path, self._recipe(part))
-
-    def _recipe(self, part: str) -> str:
-        return f"{part} {self.labels}"
+        return files.read_cache(path, f"{part} {self.labels}")
 
     def _keep(self, task: "Task") -> None:
+        python, numpy = random.getstate(), np.random.get_state()
         try:
-            with _global_randomness_kept():
-                x, y = self.make()
+            x, y = self.make()
         except ImportError as error:
             raise EsperError(f"{task.name} is not in {files.data_directory()} and cannot be made without "
                              f"the {self.package} package; {self.remedy(task)}") from error
+        finally:  # some packages seed the global generators
+            random.setstate(python)
+            np.random.set_state(numpy)
         labels = hashlib.sha256(y.tobytes()).hexdigest()
         if x.shape != (sum(task.sizes), *task.inputs) or labels != self.labels:
             raise EsperError(f"the installed {self.package} package makes other {task.name} samples than the "
                              "splits were fixed for; install the version that constraints.txt names")
         cut = task.count(TRAIN)
         for part, kept in ((TRAIN, slice(None, cut)), (TEST, slice(cut, None))):
-            files.write_cache(files.cache_path(task.name, part), self._recipe(part), (x[kept], y[kept]))
+            files.write_cache(files.cache_path(task.name, part), f"{part} {self.labels}", (x[kept], y[kept]))
 
 
 @dataclass(frozen=True)
@@ -132,6 +116,31 @@ class Files:
     def verify(self, task: "Task", part: str, folder: Path) -> Samples:
         chosen = tuple(file for file in self.files if file.part == part)
         return self.reader(folder, chosen, task.count(part), task.inputs, task.classes)
+
+
+def folder() -> Path:
+    """Of users' own tasks."""
+    return files.data_directory() / "tasks"
+
+
+def own_cache(name: str, digest: str, part: str) -> Path:
+    return folder() / f"{name}.{digest[:16]}.{part}.safetensors"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Samples of an own task, in the data directory."""
+
+    def where(self, task: "Task") -> str | None:
+        here = all(os.path.isfile(own_cache(task.name, task.digest, part)) for part in (TRAIN, TEST))
+        return str(folder()) if here else None
+
+    def remedy(self, task: "Task") -> str:
+        return f"esper tasks add {task.name} PATH --replace"
+
+    def read(self, task: "Task", part: str) -> Samples:
+        path = own_cache(task.name, task.digest, part)
+        return files.read_cache(path, f"{part} {task.digest}", f"run {self.remedy(task)}")
 
 
 def _known(sums: str) -> tuple[DataFile, ...]:

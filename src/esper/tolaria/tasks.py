@@ -1,11 +1,10 @@
-"""The tasks: what there is to learn, and three fixed splits of which one is locked.
-
-Where samples come from is in `sources` and `own`; what a scenario does to them is not here either.
-"""
+"""The tasks: what there is to learn, and three fixed splits of which one is locked. Where samples come from
+is in `sources` and `own`."""
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,15 @@ from torch import Tensor
 
 from esper.kasmina import find_objective
 from esper.leyline import EsperError
-from esper.tolaria import files, own, readers
+from esper.tolaria import files, own, readers, sources
 from esper.tolaria.files import TEST, TRAIN, Samples
 from esper.tolaria.openings import log_opening
-from esper.tolaria.sources import (
-    CIFAR10,
-    FASHION,
-    MNIST,
-    Files,
-    Generated,
-    make_diabetes,
-    make_digits,
-    make_mnist1d,
-)
+from esper.tolaria.sources import Files, Generated, Stored
 
 
 @dataclass(frozen=True)
 class Task:
-    """What there is to learn. `from_arrays`, `from_dataset`, `from_text` and `from_file` make one of your own
-    data and store it; from then on its name is known, to other processes as well."""
+    """What there is to learn. `from_*` make one of your own data; then every process knows its name."""
 
     name: str
     host: str  # kind that it is meant for
@@ -42,7 +31,7 @@ class Task:
     classes: int
     sizes: tuple[int, int, int]  # samples that train, validate and test
     reference: str  # what others reach, and who says so
-    source: Generated | Files | own.Stored
+    source: Generated | Files | Stored
     objective: str = "classification"  # a name of `OBJECTIVES`
     entropy: float = 0.0  # of the labels in nats, for next_token
     names: tuple[str, ...] = ()  # what its user called each class; each token of a text is a byte's number
@@ -80,7 +69,7 @@ class Task:
     def from_file(name: str, path: str | Path, objective: str = "", *, target: str = "", context: int = 64,
                   replace: bool = False) -> "Task":
         """From a .npz, .csv or .tsv file, a folder of pictures, or any other file as text."""
-        return _stored(name, lambda: readers.read(path, readers.Asked(objective, target, context)), replace)
+        return _stored(name, lambda: readers.read(path, objective, target, context), replace)
 
 
 LARGEST = 1e6  # no standardised input is of this size; raw values or a division by almost nothing are
@@ -98,58 +87,53 @@ def _tensor(name: str, values: Any) -> Tensor:
                          "give a tensor or a NumPy array") from error
 
 
-def _checked_inputs(name: str, values: Any) -> Tensor:
-    """float32 [n, *inputs], finite and of a size that can be learned from."""
-    x = _tensor(name, values)
-    if x.dim() < 2 or not x.numel():
-        raise EsperError(f"{name} has shape {list(x.shape)}; "
-                         "expected [samples, *inputs] and at least one sample")
-    if x.is_complex():
-        raise EsperError(f"{name} is {x.dtype}; expected real numbers")
-    x = x.to(torch.float32)
-    low, high = (float(value) for value in x.aminmax())
-    if not -LARGEST <= low <= high <= LARGEST:  # nor if it is no number
-        raise EsperError(f"{name} reaches from {low:.3g} to {high:.3g}; expected finite numbers of at most "
-                         f"{LARGEST:.0e} in size: standardise them, and look for outliers")
-    return x
+def _real(name: str, values: Tensor) -> Tensor:
+    """As float32."""
+    if values.is_complex():
+        raise EsperError(f"{name} is {values.dtype}; expected real numbers")
+    return values.to(torch.float32)
 
 
 def _checked_labels(name: str, values: Any, shape: tuple[int, ...], task: Task) -> Tensor:
     """Of this shape, as the task's objective has them; numbers of any type are taken."""
-    y, objective = _tensor(name, values), find_objective(task.objective)
+    y, objective, most = _tensor(name, values), find_objective(task.objective), task.classes - 1
     if y.shape != shape:
         many = " x ".join(map(str, shape))
         raise EsperError(f"{name} has shape {list(y.shape)}; expected a label for each of {many} samples")
     if objective.label_dtype.is_floating_point:
-        if y.is_complex():
-            raise EsperError(f"{name} is {y.dtype}; expected real numbers")
-    else:
-        whole = y.new_zeros(shape, dtype=torch.int64) if y.is_complex() else y.to(torch.int64)
-        most = task.classes - 1
-        if not torch.equal(whole.to(y.dtype), y):
-            raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
-                             f"expected labels from 0 to {most}")
-        low, high = (int(value) for value in whole.aminmax())
-        if low < 0 or high > most:
-            raise EsperError(f"{name} has labels from {low} to {high}; expected 0 to {most}")
-    y = y.to(objective.label_dtype)
-    try:
-        objective.check(y, task.classes)
-    except EsperError as error:
-        raise EsperError(f"{name}: {error}") from error
-    return y
+        y = _real(name, y)
+        try:
+            objective.check(y, task.classes)
+        except EsperError as error:
+            raise EsperError(f"{name}: {error}") from error
+        return y
+    whole = y.new_zeros(shape, dtype=torch.int64) if y.is_complex() else y.to(torch.int64)
+    if not torch.equal(whole.to(y.dtype), y):
+        raise EsperError(f"{name} is {y.dtype} and holds numbers that are not whole; "
+                         f"expected labels from 0 to {most}")
+    low, high = (int(value) for value in whole.aminmax())
+    if low < 0 or high > most:
+        raise EsperError(f"{name} has labels from {low} to {high}; expected 0 to {most}")
+    return whole
 
 
 def _checked(split: str, x: Any, y: Any, task: Task) -> tuple[Tensor, Tensor]:
     """Samples of a split as its task has them, or one sentence."""
-    if not find_objective(task.objective).tokens:
-        x = _checked_inputs(f"{split}x", x)
-        return x, _checked_labels(f"{split}y", y, (len(x),), task)
-    x = _tensor(f"{split}x", x)
-    if x.dim() != 2 or not x.numel():
-        raise EsperError(f"{split}x has shape {list(x.shape)}; expected tokens [samples, length]")
-    x = _checked_labels(f"{split}x", x, tuple(x.shape), task)
-    return x, _checked_labels(f"{split}y", y, tuple(x.shape), task)
+    name, x = f"{split}x", _tensor(f"{split}x", x)
+    if find_objective(task.objective).tokens:
+        if x.dim() != 2 or not x.numel():
+            raise EsperError(f"{name} has shape {list(x.shape)}; expected tokens [samples, length]")
+        x = _checked_labels(name, x, tuple(x.shape), task)
+        return x, _checked_labels(f"{split}y", y, tuple(x.shape), task)
+    if x.dim() < 2 or not x.numel():
+        raise EsperError(f"{name} has shape {list(x.shape)}; "
+                         "expected [samples, *inputs] and at least one sample")
+    x = _real(name, x)
+    low, high = (float(value) for value in x.aminmax())
+    if not -LARGEST <= low <= high <= LARGEST:  # nor if it is no number
+        raise EsperError(f"{name} reaches from {low:.3g} to {high:.3g}; expected finite numbers of at most "
+                         f"{LARGEST:.0e} in size: standardise them, and look for outliers")
+    return x, _checked_labels(f"{split}y", y, (len(x),), task)
 
 
 @dataclass(frozen=True)
@@ -183,22 +167,22 @@ class ProofKey:
 TASKS = {task.name: task for task in (
     Task("mnist1d", "conv1d", (1, 40), 10, (3_000, 1_000, 1_000),
          "linear 32%, MLP 68%, CNN 94%, human 96% (Greydanus & Kobak 2024)",
-         Generated("mnist1d", "mnist1d", make_mnist1d,
+         Generated("mnist1d", "mnist1d", sources.make_mnist1d,
                    "6feec4a017698c7fe237c8854cbd2e338c6dd5c16240f6fa79daefaaa129e169")),
     Task("digits", "mlp", (64,), 10, (1_000, 397, 400), "kNN and SVM about 97-98% (scikit-learn examples)",
-         Generated("scikit-learn", "sklearn", make_digits,
+         Generated("scikit-learn", "sklearn", partial(sources.from_sklearn, "digits", np.uint8, np.int64),
                    "5575a4764b4cb8cb334b3e766d5633f250b4751c03bcfa4110ee6a3d461a3bb7")),
     Task("diabetes", "mlp", (10,), 1, (260, 90, 92), "ridge explains 40-50% (scikit-learn examples)",
-         Generated("scikit-learn", "sklearn", make_diabetes,
+         Generated("scikit-learn", "sklearn", partial(sources.from_sklearn, "diabetes", float, float),
                    "42af70f1c53828726cea04091f5389b4a6d3acc0c346942eee1c30861d15ca91"),
          objective="regression", mean=156.1423076923077, deviation=79.02462456084336),
     Task("mnist", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000),
-         "linear 88-92%, CNN above 99% (LeCun 1998 and later)", Files(files.read_idx, MNIST)),
+         "linear 88-92%, CNN above 99% (LeCun 1998 and later)", Files(files.read_idx, sources.MNIST)),
     Task("fashion", "cnn", (1, 28, 28), 10, (50_000, 10_000, 10_000), "small CNNs about 91-93% (Xiao 2017)",
-         Files(files.read_idx, FASHION, places=("/usr/share/datasets/fashion-mnist",))),
+         Files(files.read_idx, sources.FASHION, places=("/usr/share/datasets/fashion-mnist",))),
     Task("cifar10", "cnn", (3, 32, 32), 10, (45_000, 5_000, 10_000),
          "small CNNs about 75-85%, large ones above 95% (commonly reported)",
-         Files(files.read_cifar, CIFAR10, unpack=readers.unpack_sheets)),
+         Files(files.read_cifar, sources.CIFAR10, unpack=readers.unpack_sheets)),
 )}
 
 
@@ -221,13 +205,11 @@ def task_digest(name: str) -> str:
     return find_task(name).digest
 
 
-def remove_task(name: str) -> None:
-    """Take an own task and its samples away."""
-    own.remove(name)
+remove_task = own.remove
 
 
 def _own(name: str, description: own.Description) -> Task:
-    return Task(name, reference="own data", source=own.Stored(), **vars(description))
+    return Task(name, reference="own data", source=Stored(), **vars(description))
 
 
 def _stored(name: str, make: Callable[[], own.Made], replace: bool) -> Task:
@@ -236,17 +218,16 @@ def _stored(name: str, make: Callable[[], own.Made], replace: bool) -> Task:
         raise EsperError(f"a task cannot be called {name!r}; use letters, digits, - and _")
     if name in TASKS:
         raise EsperError(f"{name} is a built-in task; choose another name")
-    made = make()
-    task = _own(name, made.description)
-    _data(task, made.parts[TRAIN])
-    _checked("test_", *_opened(task, made.parts[TEST], _scale(task, made.parts[TRAIN][0])), task)
+    description, parts = made = make()
+    task = _own(name, description)
+    _data(task, parts[TRAIN])
+    _checked("test_", *_opener(task, parts[TRAIN][0])(parts[TEST]), task)
     own.store(name, made, replace)
     return task
 
 
 def where(task: Task) -> str | None:
-    """"built in", the folder whose files would be read, or None where the data is missing. Looks, but
-    verifies nothing."""
+    """"built in", the folder that would be read, or None where data is missing. Nothing is verified."""
     return task.source.where(task)
 
 
@@ -254,41 +235,34 @@ def present(task: Task) -> bool:
     return where(task) is not None
 
 
-Scale = tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]
-
-
-def _scale(task: Task, x: NDArray[Any]) -> Scale | None:
-    """Mean and deviation of each channel over the training split; None if they are tokens. In an own task
-    some may be constant: these are divided by 1."""
+def _opener(task: Task, x: NDArray[Any]) -> Callable[[Samples], tuple[Tensor, Tensor]]:
+    """What makes samples such as hosts take: tokens are whole, numbers are standardised. `x` begins with the
+    training split, which gives each channel's mean and deviation; constant ones of own tasks have 1."""
     if find_objective(task.objective).tokens:
-        return None
-    flat = x[: task.sizes[0]].reshape(task.sizes[0], task.channels, -1)
-    pairs = [(part.mean(dtype=np.float64), part.std(dtype=np.float64)) for part in flat.swapaxes(0, 1)]
-    pairs = [(part.flat[0], 1.0) if task.digest and part.min() == part.max() else pair
-             for part, pair in zip(flat.swapaxes(0, 1), pairs, strict=True)]
+        return lambda samples: (torch.from_numpy(samples[0].astype(np.int64)),
+                                torch.from_numpy(samples[1].astype(np.int64)))
+    pairs = [(part.flat[0], 1.0) if task.digest and part.min() == part.max() else
+             (part.mean(dtype=np.float64), part.std(dtype=np.float64))
+             for part in x[: task.sizes[0]].reshape(task.sizes[0], task.channels, -1).swapaxes(0, 1)]
     kind = np.promote_types(x.dtype, np.float32)
     mean, deviation = np.array(pairs, kind).T.reshape(2, task.channels, *[1] * (len(task.inputs) - 1))
     if not deviation.all():
         raise EsperError(f"all training samples of {task.name} are the same; "
                          f"{task.source.remedy(task)} with the original files")
-    return mean, deviation
 
+    def opened(samples: Samples) -> tuple[Tensor, Tensor]:
+        scaled, y = samples[0].astype(kind), samples[1]
+        scaled -= mean
+        scaled /= deviation
+        if y.dtype.kind == "f":
+            y = ((y - task.mean) / task.deviation).astype(np.float32)
+        return torch.from_numpy(scaled.astype(np.float32, copy=False)), torch.from_numpy(y)
 
-def _opened(task: Task, samples: Samples, scale: Scale | None) -> tuple[Tensor, Tensor]:
-    """Samples as hosts take them: numbers are standardised, tokens are whole."""
-    x, y = samples
-    if scale is None:
-        return torch.from_numpy(x.astype(np.int64)), torch.from_numpy(y.astype(np.int64))
-    if y.dtype.kind == "f":
-        y = ((y - task.mean) / task.deviation).astype(np.float32)
-    scaled = x.astype(scale[0].dtype)
-    scaled -= scale[0]
-    scaled /= scale[1]
-    return torch.from_numpy(scaled.astype(np.float32, copy=False)), torch.from_numpy(y)
+    return opened
 
 
 def _data(task: Task, samples: Samples, whole: bool = False) -> TaskData:
-    (x, y), cut = _opened(task, samples, _scale(task, samples[0])), task.sizes[0]
+    (x, y), cut = _opener(task, samples[0])(samples), task.sizes[0]
     used = None if whole else cut
     return TaskData(task, x[:used], y[:used], x[cut:], y[cut:])
 
@@ -305,9 +279,9 @@ def open_test(name: str, key: ProofKey) -> tuple[Tensor, Tensor]:
     if not isinstance(key, ProofKey):
         raise EsperError(f"the test split of {name} opens with a ProofKey, not a {type(key).__name__}; "
                          "use the validation split")
-    scale = _scale(task, task.source.read(task, TRAIN)[0])
+    opened = _opener(task, task.source.read(task, TRAIN)[0])
     log_opening(name, key.reason)
-    return _opened(task, task.source.read(task, TEST), scale)
+    return opened(task.source.read(task, TEST))
 
 
 def add_data(name: str, path: str | Path) -> Path:
@@ -320,7 +294,7 @@ def add_data(name: str, path: str | Path) -> Path:
     if not os.path.isdir(folder):
         raise EsperError(f"{folder} is not a folder; name the one that holds {task.source.files[0].name}")
     folder = task.source.unpack(folder, task.source.files)
-    _scale(task, task.source.verify(task, TRAIN, folder)[0])
+    _opener(task, task.source.verify(task, TRAIN, folder)[0])
     task.source.verify(task, TEST, folder)
     files.register_folder(name, folder)
     return folder
