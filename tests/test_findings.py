@@ -4,8 +4,8 @@ The smaller ones, about how code is written rather than what it computes, are te
 """
 
 import ast
-import importlib
 import collections
+import importlib
 import inspect
 import re
 from pathlib import Path
