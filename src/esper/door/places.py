@@ -153,5 +153,4 @@ def bare(model: nn.Module) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise EsperError("models in DistributedDataParallel cannot grow yet: a seed that is born later would "
                          "differ between ranks")
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+    return next(model.children()) if type(model).__name__ == "OptimizedModule" else model
