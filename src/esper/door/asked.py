@@ -41,6 +41,9 @@ class Asked:
                 self.epochs, self.shadow_steps) < 1:
             raise EsperError("epochs and shadow_steps are whole numbers of at least 1; "
                              f"got {self.epochs} and {self.shadow_steps}")
+        if not isinstance(self.schedulers, (list, tuple)) or not all(
+                hasattr(each, "load_state_dict") for each in self.schedulers):
+            raise EsperError("schedulers is a list of learning-rate schedulers")
         if not 0 <= self.price < math.inf:
             raise EsperError(f"a price of {self.price} is impossible; it must be at least 0")
 
@@ -70,6 +73,12 @@ class Asked:
             raise EsperError(f"a budget of {self.budget!r} is impossible; it must be at least 0")
         return number / 100 * params if text.endswith("%") else number
 
+    def generators(self) -> list[torch.Generator]:
+        """Those that a DataLoader draws from."""
+        inner = getattr(getattr(self.data, "batch_sampler", None), "sampler", None)
+        found = (getattr(each, "generator", None) for each in (self.data, inner))
+        return [each for each in found if isinstance(each, torch.Generator)]
+
     def batches(self) -> Iterator[Any]:
         """As many as a seed learns from in an epoch; from the beginning again when they end."""
         done = 0
@@ -85,8 +94,8 @@ class Asked:
                                  "pass a list or a DataLoader")
 
 
-def scored(score: Score) -> Tensor:
-    """[samples] on the CPU; one number is a sample."""
+def scored(score: Score, samples: int | None = None) -> Tensor:
+    """[samples] on the CPU, as many as before; one number is a sample."""
     try:
         values = torch.as_tensor(score, dtype=torch.float64).detach().flatten().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -94,6 +103,9 @@ def scored(score: Score) -> Tensor:
                          "or one for each sample") from error
     if not len(values):
         raise EsperError("evaluate() returned no number; expected one, or one for each sample")
+    if samples not in (None, len(values)):
+        raise EsperError(f"evaluate() returned {len(values)} numbers and {samples} before; "
+                         "it must score the same samples each time")
     return values
 
 

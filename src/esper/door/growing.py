@@ -6,8 +6,9 @@ lifecycle, the view and the policies are those of populations, with one row.
 """
 
 import copy
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from esper.door.asked import Asked, Evaluate, gradients_kept, scored
 from esper.door.keeping import LastGood
-from esper.door.places import bare, find_places, first_of, untouched
+from esper.door.places import SlotHook, bare, find_places, home, slot_hooks, untouched
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import find_blueprint, kind_of, names_for
-from esper.kasmina.foreign import Grafted
+from esper.kasmina.foreign import grow_behind
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.leyline import (
     ActionSpec,
@@ -39,6 +40,8 @@ from esper.leyline.views import SCORES, Facts, Seeds, View
 
 CLIP = 1.0
 """Largest gradient norm of a seed."""
+UNFIT = ("LBFGS", "Muon", "SparseAdam")
+"""Optimizers that cannot take in any parameters at any time."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,16 @@ class Growing:
                  asked: Asked) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
             raise EsperError("attach takes an nn.Module and the torch optimizer that trains it")
+        if type(optimizer).__name__ in UNFIT:
+            raise EsperError(f"{type(optimizer).__name__} cannot train what grows; attach an optimizer like "
+                             "AdamW or SGD, which may train just a part of the model")
         self.model, self.optimizer, self.asked, self.host = model, optimizer, asked, bare(model)
+        if slot_hooks(self.host, self.host):
+            raise EsperError("this model is attached already; close() that first, or build the model anew")
         self.places, self.cost = find_places(self.host, asked.slots, example, asked.layouts)
         kinds = [kind_of(place.shape) for place in self.places]
-        self.spec = ActionSpec.decisive(len(self.places), names_for(set(kinds)))
+        names = tuple(name for name in names_for(set(kinds)) if name != "mixer")  # it knows one length only
+        self.spec = ActionSpec.decisive(len(self.places), names)
         if len(self.spec.blueprints) < 2:
             raise EsperError(f"nothing fits all of {', '.join(place.path for place in self.places)}; "
                              "choose slots of one kind")
@@ -106,13 +115,14 @@ class Growing:
         self._active: dict[int, Graft] = {}
         self._scores = torch.full((2, len(SCORES)), torch.nan)  # the epoch before, and the last
         self._gains, self._previews = self._unknown(), self._unknown()
-        self._steps, self._spent, self._broke, self._closed = 0, 0.0, False, False
+        self._steps, self._spent, self._broke, self._closed, self._busy = 0, 0.0, False, False, False
+        self._home = home(self.host)
+        self._good: LastGood | None = LastGood(self)
         self._hooks: list[Any] = [
-            self.host.get_submodule(place.path).register_forward_hook(self._hook(slot))
+            self.host.get_submodule(place.path).register_forward_hook(SlotHook(self.host, self._active, slot))
             for slot, place in enumerate(self.places)]
         self._hooks += [optimizer.register_step_pre_hook(self._before_step),
                         optimizer.register_step_post_hook(self._after_step)]
-        self._good = LastGood(self)
 
     def _unknown(self) -> Contribution:
         nothing = torch.zeros(1, len(self.places))
@@ -121,19 +131,13 @@ class Growing:
     def _wait(self) -> Tensor:
         return expand_actions(self.spec, torch.tensor([self.spec.action(LifecycleOp.WAIT)]))
 
-    def _hook(self, slot: int) -> Callable[..., Any]:
-        def join(module: nn.Module, args: Any, output: Any) -> Any:
-            graft = self._active.get(slot)
-            if graft is None:
-                return None  # the output stays the very tensor that it was
-            grown = graft(first_of(output))
-            return (grown, *output[1:]) if isinstance(output, tuple) else grown
-
-        return join
-
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._busy:
+            raise EsperError("the optimizer was asked to step inside evaluate() or loss(); leave it out there")
+        self._good = self._good or LastGood(self)  # of what was loaded
+        scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it in their step
         for slot in self.joined:  # seeds have gradient norms of their own, as in a population
-            nn.utils.clip_grad_norm_(self.grafts[slot].seed.parameters(), CLIP)
+            nn.utils.clip_grad_norm_(self.grafts[slot].seed.parameters(), CLIP * scale)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
@@ -150,35 +154,45 @@ class Growing:
         0 to 1, or minus a loss), or a number for each sample, in the same order each time. It is called for
         the model as it is and once for each seed; modes, buffers, gradients and random states are as before
         afterwards."""
-        if self._closed:
-            raise EsperError("this model was delivered; attach it again to let it grow on")
+        self._refuse_closed()
         if not self._steps:
             raise EsperError("the optimizer took no step in this epoch; is it the one that trains?")
-        self._steps, epoch = 0, self.life.epoch
-        with untouched(self.host), gradients_kept(self.host):
-            self._incubate()
-            score = self._measure(evaluate)
+        epoch, self._busy = self.life.epoch, True
+        try:
+            with untouched(self.host, self.asked.generators()), gradients_kept(self.host):
+                self._incubate()
+                score = self._measure(evaluate)
+        finally:
+            self._busy = False
+        self._steps = 0
         gains = {self.places[slot].path: float(self._gains.value[0, slot])
                  for slot in self.grafts if bool(self._gains.known[0, slot])}
-        sound = math.isfinite(score) or not self.grafts
+        whole = all(_finite(graft) for graft in self._active.values())  # accuracy hides a NaN
+        sound = (math.isfinite(score) and whole) or not self.grafts
         decision = self._go_on(score) if sound else self._go_back(score)
         self.history.append(Report(epoch, score, decision, gains, self.params))
         return self.history[-1]
 
     def _go_on(self, score: float) -> str:
         slots = torch.tensor(list(self.grafts), dtype=torch.int64)
-        sound = [all(bool(p.isfinite().all()) for p in each.parameters()) for each in self.grafts.values()]
+        sound = [_finite(graft) for graft in self.grafts.values()]
         self.life.record_gradients(torch.zeros_like(slots), slots, torch.tensor(sound, dtype=torch.bool))
         self.life.end_epoch(self._gains)
         error = 1 - score if 0 <= score <= 1 else -score
         self._scores = torch.stack([self._scores[1], torch.tensor([error, score, score, error])])
-        self._sweep()
-        self._broke, self._good = False, LastGood(self)
-        return self._decide()
+        try:
+            self._sweep()
+            self._broke, self._good = False, LastGood(self)
+            return self._decide()
+        finally:  # whoever catches what went wrong can go on
+            if not self.life.open:
+                self.life.begin_epoch(self._wait())
+            self._sweep()
+            self._wire()
 
     def _go_back(self, score: float) -> str:
         """Growth broke the training: the last good epoch again, without the seeds that were on trial."""
-        if self._broke:
+        if self._broke or self._good is None:
             raise EsperError(f"the score is {score} again, although the seeds on trial are gone; "
                              "the training itself diverges")
         self._good.put_back(self)
@@ -186,7 +200,7 @@ class Growing:
         self.life.epoch += 1
         self.life.begin_epoch(self._wait())
         self._wire()
-        return f"ROLLBACK: the score was {score}"
+        return f"ROLLBACK: the score was {score}" + ", a seed not finite" * math.isfinite(score)
 
     def _incubate(self) -> None:
         """Seeds in training learn behind the stopped model."""
@@ -196,7 +210,7 @@ class Growing:
             seed = self.grafts[slot].seed
             own = list(seed.parameters())
             optim = torch.optim.AdamW(own, lr=self._group(slot)["lr"])
-            with self._alone(slot):
+            with self._alone(slot), torch.enable_grad():
                 for batch in self.asked.batches():
                     loss = self.asked.loss(self.model.eval(), batch)
                     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -232,12 +246,14 @@ class Growing:
             whole = scored(evaluate())
             for slot in list(self._active):
                 graft = self._active.pop(slot)
-                _note(self._gains, slot, whole - scored(evaluate()))
-                self._active[slot] = graft
+                try:
+                    _note(self._gains, slot, whole - scored(evaluate(), len(whole)))
+                finally:
+                    self._active[slot] = graft
             for slot in self.life.incubating[0].nonzero().flatten().tolist():
                 if self.asked.loss is not None:
                     with self._alone(slot):
-                        _note(self._previews, slot, scored(evaluate()) - whole)
+                        _note(self._previews, slot, scored(evaluate(), len(whole)) - whole)
         return float(whole.mean())
 
     def view(self) -> View:
@@ -260,9 +276,10 @@ class Growing:
     def _decide(self) -> str:
         """Ask the policy, then write what it wants into model and optimizer; says what was done."""
         if self.life.epoch >= self.asked.epochs:
-            self.life.begin_epoch(self._wait())
             return LifecycleOp.WAIT.name
-        full = expand_actions(self.spec, self.policy(self.view()))
+        with untouched(self.host):
+            full = expand_actions(self.spec, self.policy(self.view()))
+        self.life.check(full)
         op, slot = LifecycleOp(int(full[0, Head.OP])), int(full[0, Head.SLOT])
         path, told = self.places[slot].path, op.name
         if op is LifecycleOp.GERMINATE:
@@ -276,19 +293,18 @@ class Growing:
         if op is LifecycleOp.GERMINATE:
             key = mix(torch.tensor([self.asked.seed]), 1 + slot, self.life.germinations[:, slot])
             self._plant(slot, kind.fresh(key)[0])
-        self._sweep()
-        self._wire()
         return told
 
     def _plant(self, slot: int, weights: Tensor) -> None:
         kind, place = self._kind(slot), self.places[slot]
         graft = Graft(kind.plain(weights), Style.ADD, 0.0, torch.zeros(kind.gate_size),
                       bool(place.shape.tokens))
-        self.grafts[slot] = graft.to(place.device, place.dtype)
+        now = home(self.host)  # users move models after `attach`
+        self.grafts[slot] = graft.to(*(place.device, place.dtype) if now in (None, self._home) else now)
 
     def _wire(self) -> None:
         """Alphas and hooks as the lifecycle has them; who blends in is trained by the user's optimizer."""
-        self._active = {}
+        self._active.clear()  # hooks hold it
         for slot, graft in self.grafts.items():
             graft.alpha.fill_(float(self.life.alpha[0, slot]))
             if self.life.alpha[0, slot] > 0:
@@ -298,7 +314,10 @@ class Growing:
 
     def _join(self, slot: int) -> None:
         self.joined.append(slot)
-        self._group(slot)["params"].extend(self.grafts[slot].seed.parameters())
+        group, seed = self._group(slot), self.grafts[slot].seed
+        group["params"].extend(seed.parameters())
+        if "param_names" in group:
+            group["param_names"].extend(f"{self.places[slot].path}.seed.{n}" for n, _ in seed.named_parameters())
 
     def _group(self, slot: int) -> dict[str, Any]:
         """The optimizer's group that trains the submodule in front of a slot; the first, if none does."""
@@ -319,20 +338,25 @@ class Growing:
             for group in self.optimizer.param_groups:
                 for parameter in [p for p in group["params"] if id(p) in gone]:
                     self.optimizer.state.pop(parameter, None)
-                group["params"][:] = [p for p in group["params"] if id(p) not in gone]
+                stay = [id(p) not in gone for p in group["params"]]
+                for key in {"params", "param_names"} & group.keys():
+                    group[key][:] = itertools.compress(group[key], stay)
 
     def deliver(self) -> nn.Module:
         """The grown model: a copy without hooks that holds what was kept; seeds still on trial are not in it.
         Model and optimizer are let go, without any seed."""
-        kept = {slot: graft for slot, graft in self.grafts.items()
+        self._refuse_closed()
+        kept = {self.places[slot].path: graft for slot, graft in self.grafts.items()
                 if int(self.life.stage[0, slot]) == SeedStage.FOSSILIZED}
+        plain = copy.deepcopy(self.host)  # if it can be copied
+        for module, key in slot_hooks(plain, self.host):
+            del module._forward_hooks[key]
         self.close()
-        plain = copy.deepcopy(self.host)
-        for slot, graft in kept.items():
-            parent, _, name = self.places[slot].path.rpartition(".")
-            owner = plain.get_submodule(parent)
-            setattr(owner, name, Grafted(getattr(owner, name), graft))
-        return plain
+        return grow_behind(plain, kept)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EsperError("this model was delivered; attach it again to let it grow on")
 
     def close(self) -> None:
         """Let model and optimizer go: hooks are removed, and seeds leave the optimizer."""
@@ -343,21 +367,27 @@ class Growing:
 
     def save(self, path: str | Path) -> None:
         """What grew and how far it is, after `end_epoch`. Model and optimizer are the user's to save."""
-        header = {"epoch": self.life.epoch, "slots": [place.path for place in self.places],
-                  "blueprints": list(self.spec.blueprints), "joined": self.joined, "spent": self._spent}
+        self._refuse_closed()
         tensors = {f"life.{name}": value for name, value in self.life.fields()} | {"scores": self._scores}
         for slot, graft in self.grafts.items():
             tensors[f"seed.{slot}"] = self._kind(slot).layout.flatten(graft.seed).cpu()
-        write_state(path, "growing", header, tensors)
+        write_state(path, "growing", self._header(), tensors)
+
+    def _header(self) -> dict[str, Any]:
+        return {"epoch": self.life.epoch, "slots": [place.path for place in self.places],
+                "widths": [place.shape.channels for place in self.places],
+                "blueprints": list(self.spec.blueprints), "joined": self.joined, "spent": self._spent}
 
     def load(self, path: str | Path) -> None:
         """Grow again what `save` kept, right after `attach` with the same slots. Seeds join the optimizer in
         their old order: load the states of model and optimizer afterwards."""
+        if self._closed or self.history or self.grafts:
+            raise EsperError("load right after attach; this model was trained already")
         header, tensors = read_state(path, "growing")
         with decoding(path, "growing"):
-            mine = [place.path for place in self.places], list(self.spec.blueprints)
-            if (header["slots"], header["blueprints"]) != mine:
-                raise EsperError(f"{path} is of other slots or blueprints; attach with "
+            mine = self._header()
+            if any(header[key] != mine[key] for key in ("slots", "widths", "blueprints")):
+                raise EsperError(f"{path} is of other slots, widths or blueprints; attach with "
                                  f"slots={header['slots']}")
             for name, _ in self.life.fields():
                 setattr(self.life, name, tensors[f"life.{name}"])
@@ -368,6 +398,11 @@ class Growing:
             for slot in header["joined"]:
                 self._join(slot)
         self._wire()
+        self._good = None  # of the model that will be loaded, before its first step
+
+
+def _finite(module: nn.Module) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
 
 
 def _note(evidence: Contribution, slot: int, differences: Tensor) -> None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in tensors.items()}
+    return {name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in tensors.items()}  # modules may keep extra states of any type
 
 
 class LastGood:
@@ -25,6 +26,9 @@ class LastGood:
         self.model = _copies(growing.host.state_dict())
         self.optimizer: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        inside = {id(p) for each in (growing.host, *growing.grafts.values()) for p in each.parameters()}
+        self.others = [(p, p.detach().clone()) for params in self.groups for p in params
+                       if id(p) not in inside]  # a loss may have parameters, too
         self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
         self.life = _copies(dict(growing.life.fields()))
         self.joined = list(growing.joined)
@@ -34,6 +38,9 @@ class LastGood:
     def put_back(self, growing: "Growing") -> None:
         """All of it, but for seeds that were not kept yet: those are gone, and their slots empty."""
         growing.host.load_state_dict(self.model)
+        with torch.no_grad():
+            for parameter, value in self.others:
+                parameter.copy_(value)
         for group, params in zip(growing.optimizer.param_groups, self.groups, strict=True):
             group["params"][:] = params
         growing.optimizer.load_state_dict(self.optimizer)

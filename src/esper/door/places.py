@@ -1,9 +1,10 @@
 """Where a model can grow: its slots, found by running it once without leaving a trace."""
 
+import contextlib
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.blueprints import kind_of
-from esper.kasmina.foreign import shape_of, spelled_out
+from esper.kasmina.foreign import first_of, shape_of, spelled_out, with_first
 from esper.leyline import Cost, EsperError, SlotShape
 
 MOST_SLOTS = 12
@@ -28,12 +29,47 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
+class SlotHook:
+    """A slot's live seed works on the output. Copies of the model share it; a pickled model has none."""
+
+    def __init__(self, host: nn.Module, active: Mapping[int, nn.Module], slot: int) -> None:
+        self.host, self.active, self.slot = host, active, slot
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        graft = self.active.get(self.slot)
+        if graft is None:
+            return None  # the output stays the very tensor that it was
+        if not torch.compiler.is_compiling() and any(p.grad is not None for p in graft.parameters()):
+            grads = [p.grad for p in self.host.parameters() if p.requires_grad]
+            if grads and all(grad is None for grad in grads):  # `model.zero_grad()` after a skipped step
+                graft.zero_grad()
+        return with_first(output, graft(first_of(output)))
+
+    def __deepcopy__(self, memo: Any) -> "SlotHook":
+        return self
+
+    def __reduce__(self) -> Any:  # a function that does nothing, and that needs no Esper to be read
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def slot_hooks(model: nn.Module, host: nn.Module) -> list[tuple[nn.Module, int]]:
+    """Where hooks of an attached host are in a model."""
+    return [(module, key) for module in model.modules() for key, hook in module._forward_hooks.items()
+            if isinstance(hook, SlotHook) and hook.host is host]
+
+
+def home(model: nn.Module) -> tuple[torch.device, torch.dtype] | None:
+    """Where a model is, and in which numbers."""
+    return next(((p.device, p.dtype) for p in model.parameters() if p.is_floating_point()), None)
+
+
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Whatever runs inside leaves modes, buffers and every random state as they were."""
     modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     python, numpy = random.getstate(), np.random.get_state()
+    drawn = [(generator, generator.get_state()) for generator in generators]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices):
@@ -41,12 +77,15 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        for generator, state in drawn:
+            generator.set_state(state)
         for module, mode in modes.items():
             module.training = mode
         with torch.no_grad():
             for name, buffer in model.named_buffers():
-                if not torch.equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
+                old = buffers.get(name)  # a cache that was made anew, in another size, stays
+                if old is not None and old.shape == buffer.shape and not torch.equal(buffer, old):
+                    buffer.copy_(old)
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -54,11 +93,6 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return model(**batch)
     return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-
-
-def first_of(output: Any) -> Any:
-    """What a slot works on: the output, or the first of several."""
-    return output[0] if isinstance(output, (tuple, list)) and output else output
 
 
 def _size(batch: Any) -> int:
@@ -81,7 +115,8 @@ def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], Cost]:
         with untouched(model), torch.no_grad(), spelled_out(), FlopCounterMode(display=False) as counter:
             call(model.eval(), example)
     except Exception as error:
-        raise EsperError(f"the model does not run on the example ({str(error).splitlines()[0]}); "
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise EsperError(f"the model does not run on the example ({why}); "
                          "pass a batch as the training loop has it") from error
     finally:
         for hook in hooks:
@@ -99,11 +134,14 @@ def _fits(outputs: list[Any], batch: int) -> bool:
 def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
                 layouts: Mapping[str, str]) -> tuple[list[Place], Cost]:
     """The slots that were asked for, or found, in network order."""
+    known = dict(model.named_modules())
+    for path, layout in layouts.items():
+        if layout not in ("BCL", "BTC") or path not in known:
+            raise EsperError(f"layouts say BCL or BTC for paths of slots; got {layout!r} for {path!r}")
     seen, cost = survey(model, example)
     batch = _size(example)
     if slots != "auto":
         asked = [slots] if isinstance(slots, str) else list(slots)
-        known = dict(model.named_modules())
         for path in asked:
             if path not in known or not path:
                 raise EsperError(f"the model has no submodule {path!r} for a slot; "

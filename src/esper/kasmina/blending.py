@@ -212,7 +212,7 @@ class Graft(nn.Module):
         return torch.sigmoid(self.gate(means)).reshape(-1, *[1] * (h.dim() - 1)) * s
 
     def forward(self, h: Tensor) -> Tensor:
-        return h + self.alpha * self.delta(h)
+        return h + (self.alpha * self.delta(h)).to(h.dtype)  # autocast runs norms in float32
 
 
 class GrownNetwork(nn.Module):

@@ -22,7 +22,7 @@ from esper.leyline import EsperError, SlotConfig, SlotShape
 from esper.leyline.keys import mix, uniform
 
 AtSlot = Callable[[int, Tensor], Tensor]
-LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RMSNorm)
+LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.MultiheadAttention, nn.RMSNorm, nn.RNNBase)
 """Layers whose channels come last: behind them a slot with three dimensions is [B, T, C]."""
 FIRST = (nn.Conv1d, nn.BatchNorm1d, nn.GroupNorm, nn.InstanceNorm1d)
 """Layers whose channels come first: behind them it is [B, C, L]."""
@@ -107,16 +107,34 @@ class _Slot(torch.autograd.Function):
         return join(h.movedim(in_dims[0], 0)), 0
 
 
+def first_of(output: Any) -> Any:
+    """What a slot works on: the output, or the first of several."""
+    return output[0] if isinstance(output, (tuple, list)) and output else output
+
+
+def with_first(output: Any, first: Any) -> Any:
+    """The output of a submodule, in its own form, with another first part."""
+    kind: Any = type(output)
+    if not isinstance(output, (tuple, list)):
+        return first
+    return getattr(kind, "_make", kind)([first, *output[1:]])  # some tuples have names
+
+
+def _nothing(module: nn.Module, args: Any, output: Any) -> None:
+    pass
+
+
 class Grafted(nn.Module):
     """A submodule and the seed that grew behind it."""
 
     def __init__(self, body: nn.Module, graft: nn.Module) -> None:
         super().__init__()
         self.body, self.graft = body, graft
+        self.register_forward_hook(_nothing)  # PyTorch's fast path of transformers would pass the seed by
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = self.body(*args, **kwargs)
-        return (self.graft(out[0]), *out[1:]) if isinstance(out, tuple) else self.graft(out)
+        return with_first(out, self.graft(first_of(out)))
 
     def __getattr__(self, name: str) -> Any:
         """The rest of a module may read the weights and settings of what a seed grew behind."""
@@ -245,13 +263,18 @@ class Foreign:
 
     def grown(self, net: nn.Module, grafts: Mapping[int, nn.Module]) -> nn.Module:
         """The plain module with seeds behind its submodules."""
-        for index, graft in grafts.items():
-            body = net.get_submodule(self.slots.names[index])
-            grown = Grafted(body, graft)
-            for owner in list(net.modules()):
-                for name in [name for name, child in owner._modules.items() if child is body]:
-                    setattr(owner, name, grown)  # it may have several names
-        return net
+        return grow_behind(net, {self.slots.names[index]: graft for index, graft in grafts.items()})
+
+
+def grow_behind(net: nn.Module, grafts: Mapping[str, nn.Module]) -> nn.Module:
+    """A module with seeds behind the submodules at these paths."""
+    for path, graft in grafts.items():
+        body = net.get_submodule(path)
+        grown = Grafted(body, graft)
+        for owner in list(net.modules()):
+            for name in [name for name, child in owner._modules.items() if child is body]:
+                setattr(owner, name, grown)  # it may have several names
+    return net
 
 
 def make_foreign(module: nn.Module | Callable[[], nn.Module], paths: tuple[str, ...], example: Tensor,
