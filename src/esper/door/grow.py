@@ -1,0 +1,146 @@
+"""`esper.grow`: the training loop as well, for a model and two loaders of batches."""
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.door.asked import Loss
+from esper.door.growing import Growing, Report, attach
+from esper.leyline import EsperError
+from esper.leyline.storage import decoding, read_state, write_state
+
+WARM_UP = 0.05
+"""Share of all steps in which the learning rate rises; then it falls along a cosine."""
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What became of a model."""
+
+    module: nn.Module
+    """Plain, with what was kept."""
+    history: list[Report]
+    params: int
+    """That were grown and kept."""
+
+    @property
+    def score(self) -> float:
+        """Of the last epoch, on the validation batches."""
+        return self.history[-1].score
+
+    def __str__(self) -> str:
+        lines = [f"{'epoch':>5}  {'score':>8}  {'grown':>7}  decision; what seeds were worth"]
+        for report in self.history:
+            worth = ", ".join(f"{path} {gain:+.4f}" for path, gain in report.contributions.items())
+            lines.append(f"{report.epoch:5d}  {report.score:8.4f}  {report.params:7,d}  {report.decision}"
+                         f"{'; ' + worth if worth else ''}")
+        return "\n".join(lines)
+
+
+def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss: Loss, *, epochs: int = 30,
+         score: Loss | None = None, optimizer: torch.optim.Optimizer | None = None, lr: float = 1e-3,
+         folder: str | Path | None = None, patience: int = 0, tell: Callable[[Report], object] | None = None,
+         **options: Any) -> Grown:
+    """Train a model and let it grow; returns it with what was kept.
+
+    train, validation: batches to iterate over again and again, such as DataLoaders.
+    loss: `loss(model, batch)`, a number with a gradient; score: likewise without one, or a number for each
+    sample, higher is better (default: minus the loss).
+    optimizer: AdamW with a learning rate of `lr`, warm-up and a cosine, unless you pass one.
+    folder: keeps a checkpoint after every epoch, and goes on from the one that is there, bit for bit.
+    patience: stop after so many epochs without a better score; 0 is never. tell: called with each report.
+    options: of `attach`.
+    """
+    rated = optimizer is None
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=lr)
+    steps = epochs * sum(1 for _ in train)
+    if not steps:
+        raise EsperError("train yields no batches, or can be iterated over only once; pass a list or a DataLoader")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step / steps) if rated else 1.0)
+    growing = attach(model, optimizer, example=next(iter(train)), epochs=epochs, loss=loss, data=train,
+                     schedulers=[schedule], **options)
+    path = None if folder is None else Path(folder) / "grow.safetensors"
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path is not None and path.exists():
+        _load(path, model, optimizer, schedule, growing)
+
+    def evaluate() -> Tensor:
+        with torch.no_grad():
+            model.eval()
+            parts = [score(model, batch) if score else -loss(model, batch) for batch in validation]
+        if not parts:
+            raise EsperError("validation yields no batches, or can be iterated over only once; pass a list or a "
+                             "DataLoader")
+        return torch.cat([part.detach().double().reshape(-1).cpu() for part in parts])
+
+    while len(growing.history) < epochs and not _stalled(growing.history, patience):
+        model.train()
+        for batch in train:
+            optimizer.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+        report = growing.end_epoch(evaluate)
+        if tell is not None:
+            tell(report)
+        if path is not None:
+            _save(path, model, optimizer, schedule, growing)
+    history, kept = growing.history, growing.kept
+    return Grown(growing.deliver(), history, kept)
+
+
+def rate(done: float) -> float:
+    """Share of the learning rate when this share of all steps is done."""
+    return min(done / WARM_UP + 1e-3, (1 + math.cos(math.pi * min(done, 1.0))) / 2)
+
+
+def _stalled(history: list[Report], patience: int) -> bool:
+    scores = [report.score for report in history]
+    return bool(patience) and len(scores) > patience and max(scores[:-patience]) >= max(scores[-patience:])
+
+
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, growing: Growing) -> None:
+    """Everything in one file, which appears whole or not at all."""
+    kept, (grown, seeds) = optimizer.state_dict(), growing.state()
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for number, state in kept["state"].items()
+                for name, value in state.items() if value is not None}
+    tensors |= {f"growing.{name}": value for name, value in seeds.items()} | {"rng": torch.get_rng_state()}
+    numpy: Any = np.random.get_state()
+    header = {"growing": grown, "groups": kept["param_groups"], "schedule": schedule.state_dict(),
+              "python": random.getstate(), "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],
+              "history": [vars(report) for report in growing.history]}
+    write_state(path, "grow", header, {name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+
+
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, growing: Growing) -> None:
+    header, tensors = read_state(path, "grow")
+    with decoding(path, "grow"):
+        def under(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+        growing.restore(header["growing"], under("growing."), str(path))
+        model.load_state_dict(under("model."))
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, value in under("optimizer.").items():
+            number, _, key = name.partition(".")
+            states.setdefault(int(number), {})[key] = value
+        groups = [{key: tuple(value) if key == "betas" else value for key, value in group.items()}
+                  for group in header["groups"]]
+        optimizer.load_state_dict({"state": states, "param_groups": groups})
+        schedule.load_state_dict(header["schedule"])
+        growing.history = [Report(**report) for report in header["history"]]
+        torch.set_rng_state(tensors["rng"])
+        python, numpy = header["python"], header["numpy"]
+        random.setstate((python[0], tuple(python[1]), python[2]))
+        np.random.set_state((numpy[0], np.array(numpy[1], np.uint32), *numpy[2:]))
