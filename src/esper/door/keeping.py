@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blending import Graft
 from esper.leyline import SeedStage
 
 if TYPE_CHECKING:
@@ -26,14 +25,12 @@ class LastGood:
         self.model = _copies(growing.host.state_dict())
         self.optimizer: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        inside = {id(p) for each in (growing.host, *growing.grafts.values()) for p in each.parameters()}
-        self.others = [(p, p.detach().clone()) for params in self.groups for p in params
-                       if id(p) not in inside]  # a loss may have parameters, too
+        host = {id(parameter) for parameter in growing.host.parameters()}  # others: seeds', or a loss's
+        self.others = [(p, p.detach().clone()) for params in self.groups for p in params if id(p) not in host]
         self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
         self.life = _copies(dict(growing.life.fields()))
         self.joined = list(growing.joined)
-        self.grafts: dict[int, tuple[Graft, dict[str, Tensor]]] = {
-            slot: (graft, _copies(graft.state_dict())) for slot, graft in growing.grafts.items()}
+        self.grafts = dict(growing.grafts)
 
     def put_back(self, growing: "Growing") -> None:
         """All of it, but for seeds that were not kept yet: those are gone, and their slots empty."""
@@ -49,9 +46,7 @@ class LastGood:
         for name, value in self.life.items():
             setattr(growing.life, name, value.clone())
         growing.joined = list(self.joined)
-        growing.grafts = {slot: graft for slot, (graft, _) in self.grafts.items()}
-        for graft, state in self.grafts.values():
-            graft.load_state_dict(state)
+        growing.grafts = dict(self.grafts)
         on_trial = [slot for slot in growing.grafts
                     if int(growing.life.stage[0, slot]) != SeedStage.FOSSILIZED]
         growing.drop(on_trial)
