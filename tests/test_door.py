@@ -521,6 +521,27 @@ def test_the_fast_path_of_transformers_does_not_pass_seeds_by() -> None:
         torch.testing.assert_close(growing.deliver().eval()(TOKENS), wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_encoders_that_leave_padding_out_when_they_evaluate() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 3)
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(self.embed(x), src_key_padding_mask=x.cumsum(1) > 24)[:, 0])
+
+    model = Padded()
+    growing, _ = grown_alone(model, ["encoder.layers.1"], "block", x=TOKENS)
+    wanted = model.train()(TOKENS).detach()
+    for net in (model, growing.deliver()):
+        with torch.no_grad():
+            if net is not model:
+                torch.testing.assert_close(net.eval()(TOKENS), wanted, rtol=0, atol=1e-5)
+            assert net.eval()(TOKENS).shape == (240, 3)
+
+
 def test_what_fails_inside_end_epoch_can_be_tried_again() -> None:
     loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")))
     growing, calls = loop.growing, iter((0.5, None, 0.5, 0.5, 0.5, 0.5))

@@ -4,7 +4,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from esper.leyline import SeedStage
 
@@ -12,23 +12,18 @@ if TYPE_CHECKING:
     from esper.door.growing import Growing
 
 
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-            for name, value in tensors.items()}  # modules may keep extra states of any type
-
-
 class LastGood:
     """Model, optimizer, schedulers, lifecycle and seeds after an epoch that scored a number."""
 
     def __init__(self, growing: "Growing") -> None:
         optimizer = growing.optimizer
-        self.model = _copies(growing.host.state_dict())
+        self.model = copy.deepcopy(growing.host.state_dict())  # with extra states of any type
         self.optimizer: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         host = {id(parameter) for parameter in growing.host.parameters()}  # others: seeds', or a loss's
         self.others = [(p, p.detach().clone()) for params in self.groups for p in params if id(p) not in host]
         self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
-        self.life = _copies(dict(growing.life.fields()))
+        self.life = copy.deepcopy(dict(growing.life.fields()))
         self.joined = list(growing.joined)
         self.grafts = dict(growing.grafts)
 
