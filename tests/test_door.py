@@ -617,10 +617,13 @@ def test_an_accuracy_does_not_hide_a_broken_seed() -> None:
     with torch.no_grad():
         next(iter(growing.grafts[0].seed.parameters())).fill_(math.nan)
         outside.fill_(math.nan)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     report = loop.epoch()
     assert math.isfinite(report.score)
     assert report.decision.startswith("ROLLBACK")
     assert all(bool(p.isfinite().all()) for p in [*loop.model.parameters(), outside])
+    assert len(loop.optimizer.param_groups) == 3, "what users added since stays"
+    assert math.isfinite(loop.epoch().score)
 
 
 def test_a_loader_with_a_generator_of_its_own_draws_as_before() -> None:

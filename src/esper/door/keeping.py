@@ -33,9 +33,12 @@ class LastGood:
         with torch.no_grad():
             for parameter, value in self.others:
                 parameter.copy_(value)
+        later = growing.optimizer.param_groups[len(self.groups) :]  # which users added since
+        del growing.optimizer.param_groups[len(self.groups) :]
         for group, params in zip(growing.optimizer.param_groups, self.groups, strict=True):
             group["params"][:] = params
         growing.optimizer.load_state_dict(self.optimizer)
+        growing.optimizer.param_groups.extend(later)
         for scheduler, state in zip(growing.asked.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
         for name, value in self.life.items():
