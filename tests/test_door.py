@@ -3,10 +3,11 @@
 import copy
 import functools
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -427,6 +428,7 @@ def test_the_heuristic_helps_a_model_that_is_too_small() -> None:
     ({"controller": "tamiyo-small"}, "no controller 'tamiyo-small' for models of your own; choose from heuristic"), ({"controller": 3}, "not a int"),
     ({"budget": "much"}, "means nothing"), ({"budget": -1}, "at least 0"), ({"price": -1.0}, "at least 0"), ({"colour": 1}, "colour"),
     ({"loss": lambda m, b: b}, "loss and data belong together"), ({"example": torch.zeros(2, 5)}, "does not run on the example"),
+    ({"schedulers": 3}, "schedulers is a list"), ({"schedulers": [3]}, "schedulers is a list"), ({"layouts": {"1": "CBL"}}, "BCL or BTC"),
 ])
 def test_what_cannot_be_is_one_sentence_and_leaves_the_model_alone(change: dict[str, Any], sentence: str) -> None:
     loop = Loop()
@@ -458,3 +460,251 @@ def test_what_users_forget_is_one_sentence() -> None:
     empty.epoch()
     with pytest.raises(EsperError, match="data yields no batches"):
         empty.epoch()
+
+
+class Parts(nn.Module):
+    """A block whose parts have further names and forms, as code of users has."""
+
+    class Several(nn.Module):
+        def __init__(self, form: Any) -> None:
+            super().__init__()
+            self.map, self.form = nn.Linear(8, 8), form
+
+        def forward(self, h: Tensor) -> Any:
+            return self.form([self.map(h), 1])
+
+    def __init__(self, form: Any = list) -> None:
+        super().__init__()
+        self.first, self.several, self.inner, self.head = nn.Linear(12, 8), Parts.Several(form), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 3)
+        self.alias = self.inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.several(self.first(x))
+        assert type(out) in (list, Pair)
+        return self.head(self.alias(out[0]))
+
+
+class Pair(NamedTuple):
+    h: Tensor
+    other: int
+
+
+def grown_alone(model: nn.Module, slots: list[str], blueprint: str = "mlp_small", epochs: int = 9, x: Tensor = X, **options: Any) -> tuple[Any, Any]:
+    """A model that keeps a seed in each slot."""
+    actions = {f"e{slot}": ("GERMINATE", slot, blueprint) for slot in range(len(slots))} | {f"e{6 + slot}": ("FOSSILIZE", slot, "") for slot in range(len(slots))}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    growing = esper.attach(model, optimizer, example=x[:4], slots=slots, controller=Script(**actions), **options)
+    for _ in range(epochs):
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), Y).backward()
+        optimizer.step()
+        growing.end_epoch(lambda: 0.5)
+    return growing, optimizer
+
+
+@pytest.mark.parametrize("form", [list, Pair._make])
+def test_nested_slots_and_modules_with_two_names_are_delivered(form: Any) -> None:
+    model = Parts(form)
+    growing, _ = grown_alone(model, ["several", "inner.0", "inner"], epochs=12)
+    assert (growing.life.stage == SeedStage.FOSSILIZED).all()
+    wanted = model(X)
+    assert torch.equal(growing.deliver()(X), wanted)
+
+
+def test_the_fast_path_of_transformers_does_not_pass_seeds_by() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(48, 3))
+    growing, _ = grown_alone(model, ["1.linear2", "1.norm1"], x=TOKENS)
+    assert growing.params > 0
+    with torch.no_grad():
+        wanted = model.eval()(TOKENS)
+        torch.testing.assert_close(growing.deliver().eval()(TOKENS), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_encoders_that_leave_padding_out_when_they_evaluate() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 3)
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.encoder(self.embed(x), src_key_padding_mask=x.cumsum(1) > 24)[:, 0])
+
+    model = Padded()
+    growing, _ = grown_alone(model, ["encoder.layers.1"], "block", x=TOKENS)
+    wanted = model.train()(TOKENS).detach()
+    for net in (model, growing.deliver()):
+        with torch.no_grad():
+            if net is not model:
+                torch.testing.assert_close(net.eval()(TOKENS), wanted, rtol=0, atol=1e-5)
+            assert net.eval()(TOKENS).shape == (240, 3)
+
+
+def test_what_fails_inside_end_epoch_can_be_tried_again() -> None:
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")))
+    growing, calls = loop.growing, iter((0.5, None, 0.5, 0.5, 0.5, 0.5))
+    assert growing is not None
+    for _ in range(4):
+        loop.epoch()
+    loop.optimizer.step()
+    with pytest.raises(EsperError, match="NoneType"):
+        growing.end_epoch(lambda: next(calls))
+    assert 0 in growing._active, "its seed is in the model still"
+    assert growing.end_epoch(lambda: next(calls)).contributions == {"1": 0.0}
+    lengths = iter((10, 1))
+    loop.optimizer.step()
+    with pytest.raises(EsperError, match="always score all"):
+        growing.end_epoch(lambda: torch.rand(next(lengths)))
+    growing.policy = lambda view: torch.tensor([[99, 99, 99]])
+    with pytest.raises(EsperError):
+        loop.epoch()
+    growing.policy = Script()
+    assert loop.epoch().decision == "WAIT"
+
+    def train() -> float:
+        loop.optimizer.step()
+        return 0.5
+
+    before = copy.deepcopy(loop.model.state_dict())
+    loop.model.zero_grad()
+    loop.optimizer.step()
+    with pytest.raises(EsperError, match="inside evaluate"):
+        growing.end_epoch(train)
+    same(before, loop.model.state_dict())
+
+
+def test_beyond_the_last_epoch_ramps_go_on() -> None:
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")), epochs=3)
+    for _ in range(7):
+        loop.epoch()
+    assert loop.growing is not None
+    assert float(loop.growing.life.alpha[0, 0]) == float(loop.growing.grafts[0].alpha) == 1
+
+
+def test_a_rollback_after_load_goes_to_what_was_loaded(tmp_path: Path) -> None:
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "mlp_small")))
+    for _ in range(4):
+        loop.epoch()
+    assert loop.growing is not None
+    loop.growing.save(tmp_path / "growth")
+    again = Loop(controller="wait")
+    growing = again.growing
+    assert growing is not None
+    growing.load(tmp_path / "growth")
+    again.model.load_state_dict(loop.model.state_dict())
+    again.optimizer.load_state_dict(loop.optimizer.state_dict())
+    with torch.no_grad():
+        next(iter(growing.grafts[0].seed.parameters())).fill_(math.nan)
+    assert growing_with_nan(again).decision.startswith("ROLLBACK")
+    same(loop.model.state_dict(), again.model.state_dict())
+    with pytest.raises(EsperError, match="right after attach"):
+        growing.load(tmp_path / "growth")
+    narrow = nn.Sequential(nn.Linear(12, 6), Block(6), Block(6), Block(6), nn.Linear(6, 3))
+    other = esper.attach(narrow, torch.optim.SGD(narrow.parameters()), example=X[:4])
+    with pytest.raises(EsperError, match="other slots, widths"):
+        other.load(tmp_path / "growth")
+    assert not bool(other.life.planted.any())
+
+
+def test_an_accuracy_does_not_hide_a_broken_seed() -> None:
+    loop, outside = Loop(), nn.Parameter(torch.ones(1))
+    loop.optimizer.param_groups[0]["params"].append(outside)  # of a loss, say
+    growing = loop.growing = esper.attach(loop.model, loop.optimizer, example=X[:4], controller=Script(e0=("GERMINATE", 0, "mlp_small")))
+    for _ in range(4):
+        loop.epoch()
+    with torch.no_grad():
+        next(iter(growing.grafts[0].seed.parameters())).fill_(math.nan)
+        outside.fill_(math.nan)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    report = loop.epoch()
+    assert math.isfinite(report.score)
+    assert report.decision.startswith("ROLLBACK")
+    assert all(bool(p.isfinite().all()) for p in [*loop.model.parameters(), outside])
+    assert len(loop.optimizer.param_groups) == 3, "what users added since stays"
+    assert math.isfinite(loop.epoch().score)
+
+
+def test_a_loader_with_a_generator_of_its_own_draws_as_before() -> None:
+    def order(attached: bool) -> list[int]:
+        data = torch.utils.data.DataLoader(list(range(40)), 5, shuffle=True, generator=torch.Generator().manual_seed(1))
+        loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")) if attached else None,
+                    **{"data": data, "loss": lambda model, batch: F.cross_entropy(model(X[batch]), Y[batch])} if attached else {})
+        for _ in range(3):
+            seen = torch.cat(list(data)).tolist()
+            loop.epoch()
+        return seen
+
+    assert order(True) == order(False)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_scaling_and_skipped_steps(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), torch.amp.GradScaler("cpu")
+    growing = esper.attach(model, optimizer, example=X[:4], slots=["0"], controller=Script(e0=("GERMINATE", 0, "mlp_small")))
+
+    def step(factor: float = 1.0) -> None:
+        model.zero_grad()
+        scaler.scale(factor * F.cross_entropy(model(X), Y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        step()
+        growing.end_epoch(lambda: 0.5)
+    bias = growing.grafts[0].seed[-1].bias
+    before = bias.detach().clone()
+    step()
+    assert float((bias.detach() - before).norm()) > 1e-4, "clipped by its true norm"
+    step(math.inf)
+    for _ in range(3):
+        step()
+    assert scaler.get_scale() == 2**15, "one step was skipped, and no more"
+
+
+def test_models_may_be_moved_copied_and_pickled_while_attached() -> None:
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    growing = esper.attach(model, optimizer, example=X[:4], slots=["0"], controller=Script(e0=("GERMINATE", 0, "norm")))
+    model.double()
+    for _ in range(4):
+        F.cross_entropy(model(X.double()), Y).backward()
+        optimizer.step()
+        growing.end_epoch(lambda: 0.5)
+    assert growing.grafts[0].alpha.dtype is torch.float64
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert other(X.double()).shape == (240, 3)
+    with pytest.raises(EsperError, match="attached already"):
+        esper.attach(model, optimizer, example=X[:4].double(), slots=["0"])
+    growing.deliver()
+    for again in (growing.deliver, lambda: growing.save("nowhere")):
+        with pytest.raises(EsperError, match="was delivered"):
+            again()
+    assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("LBFGS", "LBFGS cannot train"), ("SparseAdam", "SparseAdam cannot train")])
+def test_optimizers_that_cannot_take_in_parameters(name: str, sentence: str) -> None:
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))
+    with pytest.raises(EsperError, match=sentence):
+        esper.attach(model, getattr(torch.optim, name)(model.parameters()), example=X[:4])
+
+
+def test_sequences_of_another_length_and_recurrent_layers() -> None:
+    series = nn.Sequential(nn.Conv1d(3, 8, 3), nn.Conv1d(8, 3, 3))
+    assert "mixer" not in esper.attach(series, torch.optim.SGD(series.parameters()), example=torch.randn(2, 3, 9), slots=["0"]).spec.blueprints
+
+    class Recurrent(Speaker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.GRU(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.recurrent(self.embed(x))[0].mean(1))
+
+    growing, _ = grown_alone(Recurrent(), ["recurrent"], x=TOKENS, blueprint="block", epochs=4)
+    assert growing.places[0].shape.tokens == 6
+    assert growing.host(torch.randint(9, (2, 17))).shape == (2, 3)

@@ -73,12 +73,6 @@ class Asked:
             raise EsperError(f"a budget of {self.budget!r} is impossible; it must be at least 0")
         return number / 100 * params if text.endswith("%") else number
 
-    def generators(self) -> list[torch.Generator]:
-        """Those that a DataLoader draws from."""
-        inner = getattr(getattr(self.data, "batch_sampler", None), "sampler", None)
-        found = (getattr(each, "generator", None) for each in (self.data, inner))
-        return [each for each in found if isinstance(each, torch.Generator)]
-
     def batches(self) -> Iterator[Any]:
         """As many as a seed learns from in an epoch; from the beginning again when they end."""
         done = 0
@@ -104,8 +98,7 @@ def scored(score: Score, samples: int | None = None) -> Tensor:
     if not len(values):
         raise EsperError("evaluate() returned no number; expected one, or one for each sample")
     if samples not in (None, len(values)):
-        raise EsperError(f"evaluate() returned {len(values)} numbers and {samples} before; "
-                         "it must score the same samples each time")
+        raise EsperError(f"evaluate() scored {len(values)} samples and {samples} before; always score all")
     return values
 
 

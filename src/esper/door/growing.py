@@ -6,7 +6,6 @@ lifecycle, the view and the policies are those of populations, with one row.
 """
 
 import copy
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from esper.door.asked import Asked, Evaluate, gradients_kept, scored
 from esper.door.keeping import LastGood
-from esper.door.places import SlotHook, bare, find_places, home, slot_hooks, untouched
+from esper.door.places import SlotHook, bare, find_places, home, untouched
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import find_blueprint, kind_of, names_for
 from esper.kasmina.foreign import grow_behind
@@ -40,8 +39,6 @@ from esper.leyline.views import SCORES, Facts, Seeds, View
 
 CLIP = 1.0
 """Largest gradient norm of a seed."""
-UNFIT = ("LBFGS", "Muon", "SparseAdam")
-"""Optimizers that cannot take in any parameters at any time."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +85,10 @@ class Growing:
                  asked: Asked) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
             raise EsperError("attach takes an nn.Module and the torch optimizer that trains it")
-        if type(optimizer).__name__ in UNFIT:
-            raise EsperError(f"{type(optimizer).__name__} cannot train what grows; attach an optimizer like "
-                             "AdamW or SGD, which may train just a part of the model")
+        if (name := type(optimizer).__name__) in ("LBFGS", "Muon", "SparseAdam"):
+            raise EsperError(f"{name} cannot train what grows; attach the AdamW or SGD that trains the rest")
         self.model, self.optimizer, self.asked, self.host = model, optimizer, asked, bare(model)
-        if slot_hooks(self.host, self.host):
+        if any(isinstance(hook, SlotHook) for m in self.host.modules() for hook in m._forward_hooks.values()):
             raise EsperError("this model is attached already; close() that first, or build the model anew")
         self.places, self.cost = find_places(self.host, asked.slots, example, asked.layouts)
         kinds = [kind_of(place.shape) for place in self.places]
@@ -133,7 +129,7 @@ class Growing:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._busy:
-            raise EsperError("the optimizer was asked to step inside evaluate() or loss(); leave it out there")
+            raise EsperError("the optimizer was asked to step inside evaluate() or loss(); leave it out")
         self._good = self._good or LastGood(self)  # of what was loaded
         scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it in their step
         for slot in self.joined:  # seeds have gradient norms of their own, as in a population
@@ -159,7 +155,7 @@ class Growing:
             raise EsperError("the optimizer took no step in this epoch; is it the one that trains?")
         epoch, self._busy = self.life.epoch, True
         try:
-            with untouched(self.host, self.asked.generators()), gradients_kept(self.host):
+            with untouched(self.host, self.asked.data), gradients_kept(self.host):
                 self._incubate()
                 score = self._measure(evaluate)
         finally:
@@ -167,16 +163,16 @@ class Growing:
         self._steps = 0
         gains = {self.places[slot].path: float(self._gains.value[0, slot])
                  for slot in self.grafts if bool(self._gains.known[0, slot])}
-        whole = all(_finite(graft) for graft in self._active.values())  # accuracy hides a NaN
-        sound = (math.isfinite(score) and whole) or not self.grafts
-        decision = self._go_on(score) if sound else self._go_back(score)
+        finite = {slot: all(bool(p.isfinite().all()) for p in graft.parameters())
+                  for slot, graft in self.grafts.items()}  # accuracies hide a NaN
+        sound = not finite or (math.isfinite(score) and all(finite[slot] for slot in self._active))
+        decision = self._go_on(score, finite) if sound else self._go_back(score)
         self.history.append(Report(epoch, score, decision, gains, self.params))
         return self.history[-1]
 
-    def _go_on(self, score: float) -> str:
-        slots = torch.tensor(list(self.grafts), dtype=torch.int64)
-        sound = [_finite(graft) for graft in self.grafts.values()]
-        self.life.record_gradients(torch.zeros_like(slots), slots, torch.tensor(sound, dtype=torch.bool))
+    def _go_on(self, score: float, finite: dict[int, bool]) -> str:
+        slots, sound = torch.tensor(list(finite), dtype=torch.int64), torch.tensor([*finite.values()]) > 0
+        self.life.record_gradients(torch.zeros_like(slots), slots, sound)
         self.life.end_epoch(self._gains)
         error = 1 - score if 0 <= score <= 1 else -score
         self._scores = torch.stack([self._scores[1], torch.tensor([error, score, score, error])])
@@ -314,10 +310,7 @@ class Growing:
 
     def _join(self, slot: int) -> None:
         self.joined.append(slot)
-        group, seed = self._group(slot), self.grafts[slot].seed
-        group["params"].extend(seed.parameters())
-        if "param_names" in group:
-            group["param_names"].extend(f"{self.places[slot].path}.seed.{n}" for n, _ in seed.named_parameters())
+        self._group(slot)["params"].extend(self.grafts[slot].seed.parameters())
 
     def _group(self, slot: int) -> dict[str, Any]:
         """The optimizer's group that trains the submodule in front of a slot; the first, if none does."""
@@ -338,9 +331,7 @@ class Growing:
             for group in self.optimizer.param_groups:
                 for parameter in [p for p in group["params"] if id(p) in gone]:
                     self.optimizer.state.pop(parameter, None)
-                stay = [id(p) not in gone for p in group["params"]]
-                for key in {"params", "param_names"} & group.keys():
-                    group[key][:] = itertools.compress(group[key], stay)
+                group["params"][:] = [p for p in group["params"] if id(p) not in gone]
 
     def deliver(self) -> nn.Module:
         """The grown model: a copy without hooks that holds what was kept; seeds still on trial are not in it.
@@ -349,8 +340,8 @@ class Growing:
         kept = {self.places[slot].path: graft for slot, graft in self.grafts.items()
                 if int(self.life.stage[0, slot]) == SeedStage.FOSSILIZED}
         plain = copy.deepcopy(self.host)  # if it can be copied
-        for module, key in slot_hooks(plain, self.host):
-            del module._forward_hooks[key]
+        for place, hook in zip(self.places, self._hooks, strict=False):
+            del plain.get_submodule(place.path)._forward_hooks[hook.id]
         self.close()
         return grow_behind(plain, kept)
 
@@ -399,10 +390,6 @@ class Growing:
                 self._join(slot)
         self._wire()
         self._good = None  # of the model that will be loaded, before its first step
-
-
-def _finite(module: nn.Module) -> bool:
-    return all(bool(parameter.isfinite().all()) for parameter in module.parameters())
 
 
 def _note(evidence: Contribution, slot: int, differences: Tensor) -> None:

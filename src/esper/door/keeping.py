@@ -4,18 +4,12 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from esper.kasmina.blending import Graft
 from esper.leyline import SeedStage
 
 if TYPE_CHECKING:
     from esper.door.growing import Growing
-
-
-def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-            for name, value in tensors.items()}  # modules may keep extra states of any type
 
 
 class LastGood:
@@ -23,17 +17,15 @@ class LastGood:
 
     def __init__(self, growing: "Growing") -> None:
         optimizer = growing.optimizer
-        self.model = _copies(growing.host.state_dict())
+        self.model = copy.deepcopy(growing.host.state_dict())  # with extra states of any type
         self.optimizer: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        inside = {id(p) for each in (growing.host, *growing.grafts.values()) for p in each.parameters()}
-        self.others = [(p, p.detach().clone()) for params in self.groups for p in params
-                       if id(p) not in inside]  # a loss may have parameters, too
+        host = {id(parameter) for parameter in growing.host.parameters()}  # others: seeds', or a loss's
+        self.others = [(p, p.detach().clone()) for params in self.groups for p in params if id(p) not in host]
         self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
-        self.life = _copies(dict(growing.life.fields()))
+        self.life = copy.deepcopy(dict(growing.life.fields()))
         self.joined = list(growing.joined)
-        self.grafts: dict[int, tuple[Graft, dict[str, Tensor]]] = {
-            slot: (graft, _copies(graft.state_dict())) for slot, graft in growing.grafts.items()}
+        self.grafts = dict(growing.grafts)
 
     def put_back(self, growing: "Growing") -> None:
         """All of it, but for seeds that were not kept yet: those are gone, and their slots empty."""
@@ -41,17 +33,18 @@ class LastGood:
         with torch.no_grad():
             for parameter, value in self.others:
                 parameter.copy_(value)
+        later = growing.optimizer.param_groups[len(self.groups) :]  # which users added since
+        del growing.optimizer.param_groups[len(self.groups) :]
         for group, params in zip(growing.optimizer.param_groups, self.groups, strict=True):
             group["params"][:] = params
         growing.optimizer.load_state_dict(self.optimizer)
+        growing.optimizer.param_groups.extend(later)
         for scheduler, state in zip(growing.asked.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
         for name, value in self.life.items():
             setattr(growing.life, name, value.clone())
         growing.joined = list(self.joined)
-        growing.grafts = {slot: graft for slot, (graft, _) in self.grafts.items()}
-        for graft, state in self.grafts.values():
-            graft.load_state_dict(state)
+        growing.grafts = dict(self.grafts)
         on_trial = [slot for slot in growing.grafts
                     if int(growing.life.stage[0, slot]) != SeedStage.FOSSILIZED]
         growing.drop(on_trial)

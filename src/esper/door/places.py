@@ -4,7 +4,7 @@ import contextlib
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class SlotHook:
-    """A slot's live seed works on the output. Copies of the model share it; a pickled model has none."""
+    """A slot's live seed works on the output. Copied and pickled models are without it, like state dicts."""
 
     def __init__(self, host: nn.Module, active: Mapping[int, nn.Module], slot: int) -> None:
         self.host, self.active, self.slot = host, active, slot
@@ -45,17 +45,8 @@ class SlotHook:
                 graft.zero_grad()
         return with_first(output, graft(first_of(output)))
 
-    def __deepcopy__(self, memo: Any) -> "SlotHook":
-        return self
-
     def __reduce__(self) -> Any:  # a function that does nothing, and that needs no Esper to be read
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def slot_hooks(model: nn.Module, host: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Where hooks of an attached host are in a model."""
-    return [(module, key) for module in model.modules() for key, hook in module._forward_hooks.items()
-            if isinstance(hook, SlotHook) and hook.host is host]
 
 
 def home(model: nn.Module) -> tuple[torch.device, torch.dtype] | None:
@@ -64,12 +55,14 @@ def home(model: nn.Module) -> tuple[torch.device, torch.dtype] | None:
 
 
 @contextmanager
-def untouched(model: nn.Module, generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+def untouched(model: nn.Module, data: Any = None) -> Iterator[None]:
     """Whatever runs inside leaves modes, buffers and every random state as they were."""
     modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     python, numpy = random.getstate(), np.random.get_state()
-    drawn = [(generator, generator.get_state()) for generator in generators]
+    loader = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
+    found = (getattr(each, "generator", None) for each in loader)  # one of the user's own
+    drawn = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices):
@@ -135,9 +128,8 @@ def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
                 layouts: Mapping[str, str]) -> tuple[list[Place], Cost]:
     """The slots that were asked for, or found, in network order."""
     known = dict(model.named_modules())
-    for path, layout in layouts.items():
-        if layout not in ("BCL", "BTC") or path not in known:
-            raise EsperError(f"layouts say BCL or BTC for paths of slots; got {layout!r} for {path!r}")
+    if not (layouts.keys() <= known.keys() and set(layouts.values()) <= {"BCL", "BTC"}):
+        raise EsperError(f"layouts say BCL or BTC for paths of slots; got {layouts}")
     seen, cost = survey(model, example)
     batch = _size(example)
     if slots != "auto":

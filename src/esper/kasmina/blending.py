@@ -212,6 +212,8 @@ class Graft(nn.Module):
         return torch.sigmoid(self.gate(means)).reshape(-1, *[1] * (h.dim() - 1)) * s
 
     def forward(self, h: Tensor) -> Tensor:
+        if h.is_nested:  # encoders of PyTorch leave padding out when they evaluate
+            return torch.nested.as_nested_tensor([self(sample[None])[0] for sample in h.unbind()])
         return h + (self.alpha * self.delta(h)).to(h.dtype)  # autocast runs norms in float32
 
 

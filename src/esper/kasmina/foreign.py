@@ -114,10 +114,9 @@ def first_of(output: Any) -> Any:
 
 def with_first(output: Any, first: Any) -> Any:
     """The output of a submodule, in its own form, with another first part."""
-    kind: Any = type(output)
     if not isinstance(output, (tuple, list)):
         return first
-    return getattr(kind, "_make", kind)([first, *output[1:]])  # some tuples have names
+    return getattr(type(output), "_make", type(output))([first, *output[1:]])  # some tuples have names
 
 
 def _nothing(module: nn.Module, args: Any, output: Any) -> None:
@@ -260,10 +259,6 @@ class Foreign:
         if out is not given and out._is_view():
             out = out.clone()  # the module may write into it, which autograd forbids for some views
         return out.view_as(h) if shape.tokens else out.transpose(0, 1) if shape.extent else out
-
-    def grown(self, net: nn.Module, grafts: Mapping[int, nn.Module]) -> nn.Module:
-        """The plain module with seeds behind its submodules."""
-        return grow_behind(net, {self.slots.names[index]: graft for index, graft in grafts.items()})
 
 
 def grow_behind(net: nn.Module, grafts: Mapping[str, nn.Module]) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from esper.kasmina.blending import Graft, GrownNetwork
 from esper.kasmina.blueprints import Prototype, find_blueprint, kind_of
 from esper.kasmina.config import DTYPES, PopulationConfig
+from esper.kasmina.foreign import grow_behind
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
@@ -267,7 +268,8 @@ class Population:
         live = (self.life.alpha[row] > 0) & (self.costs()[0][row] > 0)
         grafts = {slot: self.graft(row, slot) for slot in live.nonzero().flatten().tolist()}
         if self.host.foreign is not None:
-            return self.host.foreign.grown(net, grafts).to(self.device)
+            names = self.host.slots.names
+            return grow_behind(net, {names[slot]: graft for slot, graft in grafts.items()}).to(self.device)
         behind = nn.ModuleList(grafts.get(slot, nn.Identity()) for slot in range(self.spec.slots))
         return GrownNetwork(net.stages, behind, net.head).to(self.device)  # type: ignore[arg-type]
 
