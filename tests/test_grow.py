@@ -92,7 +92,7 @@ def test_an_optimizer_of_ones_own_keeps_its_rate() -> None:
 
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"train": []}, "train yields no batches"), ({"validation": []}, "validation yields no batches"),
-    ({"train": iter([(X, Y)])}, "does not run|only once|no batches"), ({"slots": ["9"]}, "no submodule '9'"), ({"epochs": 0}, "at least 1")])
+    ({"train": iter([(X, Y)])}, "train can be iterated over only once"), ({"slots": ["9"]}, "no submodule '9'"), ({"epochs": 0}, "at least 1")])
 def test_what_cannot_be_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
     settings: dict[str, Any] = {"train": [(X, Y)], "validation": [(X, Y)], "loss": loss, "epochs": 2, "slots": ["0"]} | change
@@ -103,5 +103,5 @@ def test_what_cannot_be_is_one_sentence(change: dict[str, Any], sentence: str) -
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     data = [(X, Y)]
     esper.grow(nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2)), data, data, loss, epochs=2, slots="0", folder=tmp_path)
-    with pytest.raises(EsperError, match="other slots|is damaged|does not fit"):
+    with pytest.raises(EsperError, match="other slots, widths or blueprints"):
         esper.grow(nn.Sequential(nn.Linear(2, 9), nn.Linear(9, 2)), data, data, loss, epochs=2, slots="0", folder=tmp_path)

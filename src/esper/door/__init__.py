@@ -1,5 +1,7 @@
 """The door: Esper attached to a model, an optimizer and a training loop that stay the user's own."""
 
-from esper.door.growing import Growing, Report, attach
+from esper.door.evidence import Report
+from esper.door.grow import Grown, grow
+from esper.door.growing import Growing, attach
 
-__all__ = ["Growing", "Report", "attach"]
+__all__ = ["Growing", "Grown", "Report", "attach", "grow"]

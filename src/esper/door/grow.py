@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.door.asked import Loss
-from esper.door.growing import Growing, Report, attach
+from esper.door.evidence import Report
+from esper.door.growing import Growing, attach
 from esper.leyline import EsperError
 from esper.leyline.storage import decoding, read_state, write_state
 
@@ -58,11 +59,9 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
     patience: stop after so many epochs without a better score; 0 is never. tell: called with each report.
     options: of `attach`.
     """
-    rated = optimizer is None
+    rated, _ = optimizer is None, _length(validation, "validation")
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=lr)
-    steps = epochs * sum(1 for _ in train)
-    if not steps:
-        raise EsperError("train yields no batches, or can be iterated over only once; pass a list or a DataLoader")
+    steps = max(1, epochs) * _length(train, "train")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step / steps) if rated else 1.0)
     growing = attach(model, optimizer, example=next(iter(train)), epochs=epochs, loss=loss, data=train,
                      schedulers=[schedule], **options)
@@ -76,9 +75,6 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
         with torch.no_grad():
             model.eval()
             parts = [score(model, batch) if score else -loss(model, batch) for batch in validation]
-        if not parts:
-            raise EsperError("validation yields no batches, or can be iterated over only once; pass a list or a "
-                             "DataLoader")
         return torch.cat([part.detach().double().reshape(-1).cpu() for part in parts])
 
     while len(growing.history) < epochs and not _stalled(growing.history, patience):
@@ -95,8 +91,18 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
             tell(report)
         if path is not None:
             _save(path, model, optimizer, schedule, growing)
-    history, kept = growing.history, growing.kept
+    history = growing.history
+    kept = sum(p.numel() for graft in growing.kept.values() for p in graft.parameters())
     return Grown(growing.deliver(), history, kept)
+
+
+def _length(batches: Iterable[Any], what: str) -> int:
+    once = iter(batches) is batches
+    count = 0 if once else len(batches) if isinstance(batches, Sized) else sum(1 for _ in batches)
+    if not count:
+        raise EsperError(f"{what} {'can be iterated over only once' if once else 'yields no batches'}; "
+                         "pass a list or a DataLoader")
+    return count
 
 
 def rate(done: float) -> float:
@@ -109,25 +115,29 @@ def _stalled(history: list[Report], patience: int) -> bool:
     return bool(patience) and len(scores) > patience and max(scores[:-patience]) >= max(scores[-patience:])
 
 
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, growing: Growing) -> None:
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any,
+          growing: Growing) -> None:
     """Everything in one file, which appears whole or not at all."""
     kept, (grown, seeds) = optimizer.state_dict(), growing.state()
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for number, state in kept["state"].items()
+    tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value)
+                for number, state in kept["state"].items()
                 for name, value in state.items() if value is not None}
     tensors |= {f"growing.{name}": value for name, value in seeds.items()} | {"rng": torch.get_rng_state()}
     numpy: Any = np.random.get_state()
     header = {"growing": grown, "groups": kept["param_groups"], "schedule": schedule.state_dict(),
               "python": random.getstate(), "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],
               "history": [vars(report) for report in growing.history]}
-    write_state(path, "grow", header, {name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    write_state(path, "grow", header, {name: value.detach().cpu() for name, value in tensors.items()})
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, growing: Growing) -> None:
+def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any,
+          growing: Growing) -> None:
     header, tensors = read_state(path, "grow")
     with decoding(path, "grow"):
         def under(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            return {name.removeprefix(prefix): value for name, value in tensors.items()
+                    if name.startswith(prefix)}
 
         growing.restore(header["growing"], under("growing."), str(path))
         model.load_state_dict(under("model."))

@@ -9,7 +9,6 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.door.asked import Asked, Evaluate, gradients_kept, scored
+from esper.door.evidence import Report, note
 from esper.door.keeping import LastGood
 from esper.door.places import SlotHook, bare, find_places, home, untouched
 from esper.kasmina.blending import Graft
@@ -39,20 +39,6 @@ from esper.leyline.views import SCORES, Facts, Seeds, View
 
 CLIP = 1.0
 """Largest gradient norm of a seed."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `end_epoch` found and did."""
-
-    epoch: int
-    score: float
-    decision: str
-    """An op and where, and what stopped it if something did."""
-    contributions: dict[str, float]
-    """Slot -> how much lower the score is without its seed."""
-    params: int
-    """Of all live seeds."""
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, *, example: Any, **options: Any) -> "Growing":
@@ -243,13 +229,13 @@ class Growing:
             for slot in list(self._active):
                 graft = self._active.pop(slot)
                 try:
-                    _note(self._gains, slot, whole - scored(evaluate(), len(whole)))
+                    note(self._gains, slot, whole - scored(evaluate(), len(whole)))
                 finally:
                     self._active[slot] = graft
             for slot in self.life.incubating[0].nonzero().flatten().tolist():
                 if self.asked.loss is not None:
                     with self._alone(slot):
-                        _note(self._previews, slot, scored(evaluate(), len(whole)) - whole)
+                        note(self._previews, slot, scored(evaluate(), len(whole)) - whole)
         return float(whole.mean())
 
     def view(self) -> View:
@@ -333,12 +319,17 @@ class Growing:
                     self.optimizer.state.pop(parameter, None)
                 group["params"][:] = [p for p in group["params"] if id(p) not in gone]
 
+    @property
+    def kept(self) -> dict[str, Graft]:
+        """Slot -> the seed that was kept there."""
+        return {self.places[slot].path: graft for slot, graft in self.grafts.items()
+                if int(self.life.stage[0, slot]) == SeedStage.FOSSILIZED}
+
     def deliver(self) -> nn.Module:
         """The grown model: a copy without hooks that holds what was kept; seeds still on trial are not in it.
         Model and optimizer are let go, without any seed."""
         self._refuse_closed()
-        kept = {self.places[slot].path: graft for slot, graft in self.grafts.items()
-                if int(self.life.stage[0, slot]) == SeedStage.FOSSILIZED}
+        kept = self.kept
         plain = copy.deepcopy(self.host)  # if it can be copied
         for place, hook in zip(self.places, self._hooks, strict=False):
             del plain.get_submodule(place.path)._forward_hooks[hook.id]
@@ -359,42 +350,43 @@ class Growing:
     def save(self, path: str | Path) -> None:
         """What grew and how far it is, after `end_epoch`. Model and optimizer are the user's to save."""
         self._refuse_closed()
+        write_state(path, "growing", *self.state())
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(header, tensors): what grew, how far it is, and what the controller remembers."""
+        header = {"epoch": self.life.epoch, "slots": [place.path for place in self.places],
+                  "widths": [place.shape.channels for place in self.places],
+                  "blueprints": list(self.spec.blueprints), "joined": self.joined, "spent": self._spent}
         tensors = {f"life.{name}": value for name, value in self.life.fields()} | {"scores": self._scores}
+        remembered = getattr(self.policy, "memory", ())
+        tensors |= {f"policy.{name}": getattr(self.policy, name) for name in remembered}
         for slot, graft in self.grafts.items():
             tensors[f"seed.{slot}"] = self._kind(slot).layout.flatten(graft.seed).cpu()
-        write_state(path, "growing", self._header(), tensors)
-
-    def _header(self) -> dict[str, Any]:
-        return {"epoch": self.life.epoch, "slots": [place.path for place in self.places],
-                "widths": [place.shape.channels for place in self.places],
-                "blueprints": list(self.spec.blueprints), "joined": self.joined, "spent": self._spent}
+        return header, tensors
 
     def load(self, path: str | Path) -> None:
         """Grow again what `save` kept, right after `attach` with the same slots. Seeds join the optimizer in
         their old order: load the states of model and optimizer afterwards."""
+        with decoding(path, "growing"):
+            self.restore(*read_state(path, "growing"), str(path))
+
+    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor], path: str) -> None:
+        """Of what `state` gave; `path` is where it comes from."""
         if self._closed or self.history or self.grafts:
             raise EsperError("load right after attach; this model was trained already")
-        header, tensors = read_state(path, "growing")
-        with decoding(path, "growing"):
-            mine = self._header()
-            if any(header[key] != mine[key] for key in ("slots", "widths", "blueprints")):
-                raise EsperError(f"{path} is of other slots, widths or blueprints; attach with "
-                                 f"slots={header['slots']}")
-            for name, _ in self.life.fields():
-                setattr(self.life, name, tensors[f"life.{name}"])
-            self.life.epoch, self._spent = int(header["epoch"]), float(header["spent"])
-            self._scores = tensors["scores"]
-            for slot in self.life.planted[0].nonzero().flatten().tolist():
-                self._plant(slot, tensors[f"seed.{slot}"])
-            for slot in header["joined"]:
-                self._join(slot)
+        mine, _ = self.state()
+        if any(header[key] != mine[key] for key in ("slots", "widths", "blueprints")):
+            raise EsperError(f"{path} is of other slots, widths or blueprints; "
+                             f"attach with slots={header['slots']}")
+        for name, _ in self.life.fields():
+            setattr(self.life, name, tensors[f"life.{name}"])
+        for name in getattr(self.policy, "memory", ()):
+            setattr(self.policy, name, tensors[f"policy.{name}"])
+        self.life.epoch, self._spent = int(header["epoch"]), float(header["spent"])
+        self._scores = tensors["scores"]
+        for slot in self.life.planted[0].nonzero().flatten().tolist():
+            self._plant(slot, tensors[f"seed.{slot}"])
+        for slot in header["joined"]:
+            self._join(slot)
         self._wire()
         self._good = None  # of the model that will be loaded, before its first step
-
-
-def _note(evidence: Contribution, slot: int, differences: Tensor) -> None:
-    """A mean difference in score over samples, and its error."""
-    if bool(differences.isfinite().all()):
-        error = differences.std() / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-        evidence.value[0, slot], evidence.standard_error[0, slot] = differences.mean(), error
-        evidence.known[0, slot] = True

@@ -28,6 +28,8 @@ class HeuristicConfig:
 class Heuristic:
     """Manages every slot of every row; one decision per row and epoch, the most urgent first."""
 
+    memory = ("best", "stale", "tried")  # what it remembers of rows: the door keeps these in its files
+
     def __init__(self, config: HeuristicConfig | None = None) -> None:
         self.config = config or HeuristicConfig()
         self.best, self.stale, self.tried = torch.empty(0), torch.empty(0), torch.empty(0)
