@@ -39,6 +39,8 @@ from esper.leyline.views import SCORES, Facts, Seeds, View
 
 CLIP = 1.0
 """Largest gradient norm of a seed."""
+HIGHEST = 1e-2
+"""Learning rate of AdamW behind the model at the most: a user's SGD has higher ones."""
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, *, example: Any, **options: Any) -> "Growing":
@@ -191,7 +193,8 @@ class Growing:
         for slot in self.life.incubating[0].nonzero().flatten().tolist():
             seed = self.grafts[slot].seed
             own = list(seed.parameters())
-            optim = torch.optim.AdamW(own, lr=self._group(slot)["lr"])
+            lr = min(self._group(slot)["lr"] or HIGHEST / 10, HIGHEST)
+            optim = torch.optim.AdamW(own, lr=lr)
             with self._alone(slot), torch.enable_grad():
                 for batch in self.asked.batches():
                     loss = self.asked.loss(self.model.eval(), batch)
