@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from esper.cli.machine import keep_freed_memory
+from esper.cli.machine import choose_threads, keep_freed_memory
 from esper.kasmina import Population
 from esper.leyline import EsperError
 
@@ -102,6 +102,7 @@ def main(bench: type[B], measure: Callable[[B], Result], show: Callable[[Result]
          published: Published) -> int:
     """Read the command line, measure once or everything that is published, tell, and return the exit code."""
     keep_freed_memory()
+    choose_threads()  # as commands do
     script, console = Path(sys.argv[0]).name, Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         options = tyro.cli(bench, prog=script)
