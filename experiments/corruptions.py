@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from esper.cli import main as esper
 from esper.cli.runs import load_run
+from esper.door import attach, grow
 from esper.kasmina import Host, Population
 from esper.leyline import EsperError
 from esper.leyline.codec import to_dict
@@ -29,7 +31,17 @@ from esper.simic.ppo import PPOAgent
 from esper.simic.proof.baselines import Tuned
 from esper.tamiyo import Random
 from esper.tamiyo.minds import read_mind, shipped
-from esper.tolaria import Episodes, MorphogeneticEnv, Twins, files, find_family, openings, play
+from esper.tolaria import (
+    Episodes,
+    MorphogeneticEnv,
+    Task,
+    Twins,
+    files,
+    find_family,
+    load_task,
+    openings,
+    play,
+)
 from experiments.shared import parser, write
 
 Reader = Callable[[Path], Any]
@@ -65,7 +77,36 @@ def _mind(path: Path) -> Any:
     return [({k: t.tolist() for k, t in m.controller.tensors().items()}, m.controller.header(), m.about) for m in read_mind(path)]
 
 
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+
+
+def _grow(folder: Path) -> Any:
+    """One epoch, or none if the folder has it already: what was told, and the weights."""
+    x = torch.linspace(-1, 1, 24).view(12, 2)
+    batch = [(x, (x[:, 0] > 0).long())]
+    grown = grow(_net(), batch, batch, lambda net, part: nn.functional.cross_entropy(net(part[0]), part[1]), epochs=1, slots="0", folder=folder)
+    return [vars(report) for report in grown.history], [p.tolist() for p in grown.module.parameters()]
+
+
+def _growing(path: Path) -> Any:
+    net = _net()
+    growing = attach(net, torch.optim.SGD(net.parameters(), 0.1), example=torch.zeros(2, 2), slots="0", controller="wait")
+    if path.exists():
+        growing.load(path)
+    else:
+        growing.save(path)
+    header, tensors = growing.state()
+    return header, {name: value.nan_to_num(-1).tolist() for name, value in tensors.items()}
+
+
+def _own(path: Path) -> Any:
+    return [a.tolist() for a in vars(load_task("corrupted")).values() if isinstance(a, torch.Tensor)]
+
+
 READERS: dict[str, Reader] = {
+    "grow.safetensors": lambda path: _grow(path.parent), "growing.safetensors": _growing, "corrupted.json": _own,
     "agent.safetensors": lambda path: (read_state(path, "agent"), _bytes_of(PPOAgent.load)(path))[1],
     "twins.safetensors": _twins, "run.db": _store, "trace.safetensors": _episodes,
     "run.json": lambda path: to_dict(_checked(load_run(path.parent))[0]),
@@ -98,12 +139,16 @@ def make(folder: Path) -> dict[str, Path]:
     shutil.copy(shipped()["tamiyo-small"], folder / "mind.safetensors")
     shutil.copy(Path(__file__).parent / "proof" / "mlp" / "controls.json", folder / "controls.json")
     write_json(folder / "declaration.json", "declaration", {"effect": 0.02, "scenarios": 256})
+    _grow(folder)
+    _growing(folder / "growing.safetensors")
+    Task.from_arrays("corrupted", torch.randn(40, 3, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2)
     files.register_folder("fashion", folder)
     LEDGER.log_opening("digits", "a rehearsal of the ledger")
     LEDGER.log_opening("digits", "another one")
     made = {name: folder / name for name in READERS if (folder / name).exists()}
     made |= {name: folder / "run" / name for name in READERS if (folder / "run" / name).exists()}
     made |= {name: files.data_directory() / name for name in ("folders.json", "digits-train.safetensors")}
+    made["corrupted.json"] = files.data_directory() / "tasks" / "corrupted.json"
     return made | {"openings.json": LEDGER.ledger()}
 
 
