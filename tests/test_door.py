@@ -3,8 +3,11 @@
 import copy
 import functools
 import math
+import os
 import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -708,3 +711,56 @@ def test_sequences_of_another_length_and_recurrent_layers() -> None:
     growing, _ = grown_alone(Recurrent(), ["recurrent"], x=TOKENS, blueprint="block", epochs=4)
     assert growing.places[0].shape.tokens == 6
     assert growing.host(torch.randint(9, (2, 17))).shape == (2, 3)
+
+
+RANK = """
+import os, sys
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+import esper
+
+rank, world, folder = int(sys.argv[1]), 2, sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+x, y = torch.randn(2, 60, 4), torch.randint(3, (2, 60))     # every rank has data of its own
+net = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+mine = [(x[rank, i : i + 20], y[rank, i : i + 20]) for i in (0, 20, 40)]
+
+
+class Script:
+    def __call__(self, view):
+        told = {1: ("GERMINATE", 0, "mlp_small"), 2: ("GERMINATE", 1, "norm"), 6: ("PRUNE", 1, ""), 7: ("FOSSILIZE", 0, "")}
+        op, slot, kind = told.get(int(view.clock), ("WAIT", 0, ""))
+        return torch.tensor([view.spec.action(op, slot=slot, **({"blueprint": kind} if kind else {}))])
+
+
+growing = esper.attach(net, optimizer, example=x[0, :4], slots=["1", "3"], controller=Script(), epochs=12, shadow_steps=4,
+                       loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), data=mine)
+for epoch in range(9):
+    for a, b in mine:
+        optimizer.zero_grad()
+        F.cross_entropy(net(a), b).backward()
+        optimizer.step()
+    growing.end_epoch(lambda: (model(x[rank]).argmax(1) == y[rank]).double())
+    flat = torch.cat([p.detach().flatten() for p in [*model.parameters(), *(p for g in growing.grafts.values() for p in g.parameters())]])
+    both = [torch.empty_like(flat) for _ in range(world)]
+    dist.all_gather(both, flat)
+    assert torch.equal(*both), f"epoch {epoch}: ranks differ by {float((both[0] - both[1]).abs().max())}"
+print([report.decision for report in growing.history], len(flat), len({r.score for r in growing.history}) > 1, flush=True)
+dist.barrier()
+os._exit(0)     # gloo's threads may still be at work, and would be complained about
+"""
+
+
+def test_two_ranks_stay_equal_through_births_blends_and_prunes(tmp_path: Path) -> None:
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path)], env=env, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE) for rank in range(2)]
+    said = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
+    assert said[0][0] == said[1][0]
+    for word in ("GERMINATE mlp_small", "GERMINATE norm", "PRUNE", "FOSSILIZE"):
+        assert word in said[0][0]

@@ -19,6 +19,7 @@ from esper.door.asked import Asked, Evaluate, gradients_kept, scored
 from esper.door.evidence import Report, note
 from esper.door.keeping import LastGood
 from esper.door.places import SlotHook, bare, find_places, home, untouched
+from esper.door.ranks import Ranks
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import find_blueprint, kind_of, names_for
 from esper.kasmina.foreign import grow_behind
@@ -76,6 +77,7 @@ class Growing:
         if (name := type(optimizer).__name__) in ("LBFGS", "Muon", "SparseAdam"):
             raise EsperError(f"{name} cannot train what grows; attach the AdamW or SGD that trains the rest")
         self.model, self.optimizer, self.asked, self.host = model, optimizer, asked, bare(model)
+        self.ranks = Ranks(model)
         if any(isinstance(hook, SlotHook) for m in self.host.modules() for hook in m._forward_hooks.values()):
             raise EsperError("this model is attached already; close() that first, or build the model anew")
         self.places, self.cost = find_places(self.host, asked.slots, example, asked.layouts)
@@ -153,7 +155,8 @@ class Growing:
                  for slot in self.grafts if bool(self._gains.known[0, slot])}
         finite = {slot: all(bool(p.isfinite().all()) for p in graft.parameters())
                   for slot, graft in self.grafts.items()}  # accuracies hide a NaN
-        sound = not finite or (math.isfinite(score) and all(finite[slot] for slot in self._active))
+        sound = self.ranks.all_true(not finite or (
+            math.isfinite(score) and all(finite[slot] for slot in self._active)))
         decision = self._go_on(score, finite) if sound else self._go_back(score)
         self.history.append(Report(epoch, score, decision, gains, self.params))
         return self.history[-1]
@@ -193,8 +196,7 @@ class Growing:
         for slot in self.life.incubating[0].nonzero().flatten().tolist():
             seed = self.grafts[slot].seed
             own = list(seed.parameters())
-            lr = min(self._group(slot)["lr"] or HIGHEST / 10, HIGHEST)
-            optim = torch.optim.AdamW(own, lr=lr)
+            optim = torch.optim.AdamW(own, lr=min(self._group(slot)["lr"] or HIGHEST / 10, HIGHEST))
             with self._alone(slot), torch.enable_grad():
                 for batch in self.asked.batches():
                     loss = self.asked.loss(self.model.eval(), batch)
@@ -202,7 +204,7 @@ class Growing:
                         raise EsperError("loss(model, batch) must return one number that has a gradient")
                     grads = torch.autograd.grad(loss, own, allow_unused=True)
                     for parameter, grad in zip(own, grads, strict=True):
-                        parameter.grad = grad
+                        parameter.grad = None if grad is None else self.ranks.mean(grad)
                     nn.utils.clip_grad_norm_(own, CLIP)
                     optim.step()
             seed.zero_grad()
@@ -239,7 +241,9 @@ class Growing:
                 if self.asked.loss is not None:
                     with self._alone(slot):
                         note(self._previews, slot, scored(evaluate(), len(whole)) - whole)
-        return float(whole.mean())
+        mean = whole.mean().reshape(1)
+        self.ranks.agree([mean, *vars(self._gains).values(), *vars(self._previews).values()])
+        return float(mean)
 
     def view(self) -> View:
         """What policies read: the same as in a population, of one row."""
@@ -300,6 +304,7 @@ class Growing:
     def _join(self, slot: int) -> None:
         self.joined.append(slot)
         self._group(slot)["params"].extend(self.grafts[slot].seed.parameters())
+        self.ranks.reduce(self.grafts[slot].seed.parameters())
 
     def _group(self, slot: int) -> dict[str, Any]:
         """The optimizer's group that trains the submodule in front of a slot; the first, if none does."""

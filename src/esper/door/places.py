@@ -179,8 +179,7 @@ def _blocks(model: nn.Module, able: set[str], seen: dict[str, list[Any]]) -> lis
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The user's own module inside what torch.compile returns."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise EsperError("models in DistributedDataParallel cannot grow yet: a seed that is born later would "
-                         "differ between ranks")
-    return next(model.children()) if type(model).__name__ == "OptimizedModule" else model
+    """The user's own module inside what torch.compile and DistributedDataParallel return."""
+    while type(model).__name__ in ("OptimizedModule", "DistributedDataParallel"):
+        model = next(model.children())
+    return model
