@@ -405,6 +405,13 @@ def test_a_shipped_mind_can_be_named() -> None:
         assert isinstance(one.make(env.spec), Learned)
 
 
+def test_a_mind_without_a_member_for_the_family_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["prove", "--minds", "tamiyo-small", "--family", "digits", "--rehearsal", "--out", str(tmp_path / "proof")]
+    assert main(arguments) == 2
+    assert "none of --minds tamiyo-small was trained on the family digits" in capsys.readouterr().err
+    assert not (tmp_path / "proof").exists()
+
+
 def test_a_controller_that_cannot_act_there_is_refused(runs: Path, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     seen = controller.OBSERVATION

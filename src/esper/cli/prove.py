@@ -131,6 +131,9 @@ def run(options: Prove, console: Console) -> int:
     loaded = [each for name in options.minds for each in load_candidates(name, options.device)]
     called = find_family(options.family).name if options.family else ""
     candidates = [c for c in loaded if c.folder or c.env is None or c.env.family.name == called or not called]
+    if not candidates:
+        raise EsperError(f"none of --minds {' '.join(options.minds)} was trained on the family {called}; "
+                         "train one there, or name another --family")
     if len(candidates) < CONTROLLERS and not options.rehearsal:
         raise EsperError(f"{len(candidates)} controllers are no finding, which needs {CONTROLLERS}; the test "
                          "split stays closed. Add --rehearsal to compare on validation scenarios")

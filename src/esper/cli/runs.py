@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
 
 def load_controller(folder: Path, config: TrainConfig, device: str) -> tuple[Controller, str]:
     """The controller of a run that is over, and the SHA-256 of its file."""
-    path, again = folder / CHECKPOINT, f"go on with: esper train --out {folder} --resume"
+    path, again = folder / CHECKPOINT, f"go on with: esper train --out {shlex.quote(str(folder))} --resume"
     if not path.exists():
         raise EsperError(f"the run in {folder} has no controller; {again}")
     header, tensors = read_state(path, "agent")

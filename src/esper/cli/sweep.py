@@ -55,13 +55,15 @@ def run(config: Options, console: Console) -> None:
 
 def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any) -> dict[str, voi.HeadEffect]:
     """For the seed that helps most on average: what every other head of it is worth, per kind and horizon."""
-    singles = [i for i, name in enumerate(sweep.names) if name[-2] == "@" and ", then " not in name]
+    singles = [i for i, name in enumerate(sweep.names)
+               if name.rpartition("@")[2].isdigit() and ", then " not in name]
     best = max(singles, key=lambda i: float(sweep.score[:, i].mean()))
     blueprint, slot = sweep.names[best].split(" @")
     effects = {}
     for head, scripts in head_choices(sweep.family, int(slot), blueprint).items():
         runs = run_sweep(env, scripts, config.inits, config.rows, 0, watch=watch)
-        group = runs.scenarios.kind * 100 + runs.scenarios.horizon
+        horizon = runs.scenarios.horizon
+        group = runs.scenarios.kind * (horizon.max() + 1) + horizon
         score = runs.score.mean(2).double()
         effects[head] = voi.head_effects(score.numpy(), runs.init.numpy(), group.numpy())
     return effects

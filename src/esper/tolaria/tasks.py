@@ -193,7 +193,7 @@ def all_tasks() -> dict[str, Task]:
 
 def find_task(name: str) -> Task:
     """A built-in task, or one that was added to the data directory."""
-    if name in TASKS:
+    if isinstance(name, str) and name in TASKS:
         return TASKS[name]
     if not own.known(name):
         raise EsperError(f"no task {name!r}; choose from {', '.join((*TASKS, *own.names()))}")
