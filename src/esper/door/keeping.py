@@ -1,12 +1,12 @@
-"""Copies of a growing model's whole state, to go back to when growth breaks the training."""
+"""What is kept of a growing model: copies to go back to when growth breaks the training, and files."""
 
 import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from esper.leyline import SeedStage
+from esper.leyline import Contribution, EsperError, SeedStage
 
 if TYPE_CHECKING:
     from esper.door.growing import Growing
@@ -49,3 +49,43 @@ class LastGood:
                     if int(growing.life.stage[0, slot]) != SeedStage.FOSSILIZED]
         growing.drop(on_trial)
         growing.life.clear_slots(torch.tensor(on_trial, dtype=torch.int64))
+
+
+def state(growing: "Growing") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(header, tensors): what grew, how far it is, and what the controller remembers."""
+    header = {"epoch": growing.life.epoch, "slots": [place.path for place in growing.places],
+              "widths": [place.shape.channels for place in growing.places],
+              "blueprints": list(growing.spec.blueprints), "joined": growing.joined,
+              "spent": growing.compute.spent}
+    tensors = {f"life.{name}": value for name, value in growing.life.fields()} | {"scores": growing.scores}
+    tensors |= {f"candidates.{name}": value for name, value in vars(growing.candidates).items()}
+    remembered = {name: getattr(growing.policy, name) for name in getattr(growing.policy, "memory", ())}
+    tensors |= {f"policy.{name}": value for name, value in remembered.items() if value is not None}
+    for slot, graft in growing.grafts.items():
+        tensors[f"seed.{slot}"] = growing.kind(slot).layout.flatten(graft.seed).cpu()
+    return header, tensors
+
+
+def restore(growing: "Growing", header: dict[str, Any], tensors: dict[str, Tensor], path: str) -> None:
+    """Of what `state` gave; `path` is where it comes from."""
+    if growing.closed or growing.history or growing.grafts:
+        raise EsperError("load right after attach; this model was trained already")
+    mine, _ = state(growing)
+    if any(header[key] != mine[key] for key in ("slots", "widths", "blueprints")):
+        raise EsperError(f"{path} is of other slots, widths or blueprints; "
+                         f"attach with slots={header['slots']}")
+    for name, _ in growing.life.fields():
+        setattr(growing.life, name, tensors[f"life.{name}"])
+    for name in getattr(growing.policy, "memory", ()):
+        setattr(growing.policy, name, tensors[f"policy.{name}"])
+    seen = {name: tensors[f"candidates.{name}"] for name in vars(growing.candidates)}
+    growing.candidates = Contribution(**seen)
+    growing.life.epoch, growing.life.open = int(header["epoch"]), True
+    growing.compute.spent = float(header["spent"])
+    growing.scores = tensors["scores"]
+    for slot in growing.life.planted[0].nonzero().flatten().tolist():
+        growing.plant(slot, tensors[f"seed.{slot}"])
+    for slot in header["joined"]:
+        growing.join(slot)
+    growing.wire()
+    growing.good = None  # of the model that will be loaded, before its first step

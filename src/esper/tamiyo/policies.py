@@ -39,6 +39,8 @@ class Random:
 class Learned:
     """A trained controller. It draws from its distribution, or takes the likeliest action if greedy."""
 
+    memory = ("hidden",)
+
     def __init__(self, controller: Controller, greedy: bool = False, seed: int = 0) -> None:
         self.controller, self.greedy, self.seed = controller, greedy, seed
         self.hidden: Tensor | None = None
