@@ -93,9 +93,10 @@ class Growing:
                            for kind, place in zip(kinds, self.places, strict=True)]
         paths = [place.path for place in self.places]
         self.most = share(asked.budget, self.cost.params, "parameters")
-        self.policy = asked.policy(self.spec, paths)
+        with untouched(self.host):  # networks are born with random weights, then loaded
+            self.policy, self._every = asked.policy(self.spec, paths), asked.preview_every(self.spec)
         self.compute = Compute(self.cost.flops, asked.epochs, share(asked.flops, 1.0, "trainings"))
-        self.objective, self._every = asked.judge, asked.preview_every(self.spec)
+        self.objective = asked.judge
         self._learned = isinstance(self.policy, Learned)
         if self._learned and (asked.loss is None or self.objective is None):
             raise EsperError("a learned controller reads losses: pass loss=, data= and objective=, "
