@@ -135,7 +135,8 @@ class Growing:
             raise EsperError("the optimizer was asked to step inside evaluate() or loss(); leave it out")
         self.good = self.good or LastGood(self)  # of what was loaded
         if not self.life.open:
-            self._first = self._decide() + "; "
+            told = self._decide()
+            self._first = f"{told}; " * (told != LifecycleOp.WAIT.name)
         scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it in their step
         for slot in self.joined:  # seeds have gradient norms of their own, as in a population
             nn.utils.clip_grad_norm_(self.grafts[slot].seed.parameters(), CLIP * scale)
