@@ -82,7 +82,7 @@ class Case:
 def cifar10(options: Any) -> Case:
     data = load_task("cifar10")
     return Case(resnet, 8, range(9, 24), ["1", "2", "3"], ("depthwise", "conv_small", "conv_heavy"), "classification", 10, 64, 5e-3, 12,
-                (data.x[:4500], data.y[:4500]), (data.validation_x[:1000], data.validation_y[:1000]),
+                (data.x[:2500], data.y[:2500]), (data.validation_x[:600], data.validation_y[:600]),
                 lambda: open_test("cifar10", ProofKey("the door on a residual net: no choice is made with it")))
 
 
@@ -98,7 +98,7 @@ def text(options: Any) -> Case:
         return pieces[0][chosen], pieces[1][chosen]
 
     return Case(gpt, 128, range(129, 200), [f"think.{n}" for n in range(5)], ("mlp_small", "mlp_heavy", "norm"), "next-token", 10, 16, 2e-3, 8,
-                part(0, 0.9, 600), part(0.9, 0.95, 200), lambda: part(0.95, 1, 400))
+                part(0, 0.9, 400), part(0.9, 0.95, 100), lambda: part(0.95, 1, 400))
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
