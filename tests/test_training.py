@@ -70,8 +70,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Training]:
 
 
 def everything(folder: Path, table: str) -> list[tuple[Any, ...]]:
-    """All rows but for how long they took."""
-    names = [name for (name,) in read(folder / "run.db", f"SELECT name FROM pragma_table_info('{table}')") if name != "seconds"]
+    """All rows but for how long they took, and when they ended."""
+    names = [name for (name,) in read(folder / "run.db", f"SELECT name FROM pragma_table_info('{table}')") if name not in ("seconds", "ended")]
     return read(folder / "run.db", f"SELECT {', '.join(names)} FROM {table}")
 
 

@@ -75,6 +75,21 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    """Does a process work in this folder?"""
+    try:
+        handle = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+
+
 def write_json(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
     """A JSON object of a stated kind that can be read by people, and by `read_json` if nobody changed it."""
     body = {"kind": kind, "schema": SCHEMA, **content}
