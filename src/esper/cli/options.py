@@ -103,6 +103,59 @@ class Replay:
     plugin: Plugins = ()
 
 
+Run = Annotated[Path, Positional, arg(metavar="RUN")]
+
+
+@dataclass(frozen=True)
+class RunsList:
+    """List the runs below a folder.
+
+    Example: esper runs runs"""
+
+    folder: Annotated[Path, Positional, arg(metavar="FOLDER")] = Path("runs")
+    """Looked through with all below it."""
+    json: bool = False  # Print one JSON list instead of the table.
+
+
+@dataclass(frozen=True)
+class RunsShow:
+    """Print one panel of a run.
+
+    Example: esper runs show runs/first incidents"""
+
+    run: Run  # Folder of the run, or a store.
+    panel: Annotated[str, Positional, arg(metavar="PANEL")] = "state"  # docs/store.md lists them.
+    round: Count = None  # The last by default.
+    epoch: Count = None  # The last of the round by default.
+    row: Count = None  # The first by default.
+    last: Count = None  # Rounds that are counted together, 10 by default.
+    json: bool = False  # Print one JSON object instead of the table.
+
+
+@dataclass(frozen=True)
+class RunsCompare:
+    """Compare the last examinations of runs with those of the first.
+
+    Example: esper runs compare runs/first runs/second"""
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN ...")]  # Folders of runs, or stores.
+    policy: Name = "learned"  # Whose examinations: learned or heuristic.
+    json: bool = False  # Print one JSON object instead of the table.
+
+
+@dataclass(frozen=True)
+class Sql:
+    """Ask a store with one SELECT; nothing can be changed. docs/store.md describes the tables.
+
+    Example: esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op" """
+
+    run: Run  # Folder of the run, or a store.
+    query: Annotated[str, Positional, arg(metavar="QUERY")]  # One SELECT.
+    csv: bool = False  # Print CSV: NULL is empty.
+    rows: int = 1000  # Rows to print at most.
+    seconds: float = 10.0  # Time that the query may take.
+
+
 @dataclass(frozen=True)
 class TasksList:
     """List the tasks: host, samples, published scores, and whether the data is here.

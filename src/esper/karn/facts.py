@@ -1,7 +1,7 @@
 """Facts of a run as a whole, from its store; where none were noted there, from the description beside it."""
 
 import json
-import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,14 @@ from esper.leyline import EsperError
 from esper.leyline.storage import read_json
 
 
-def facts_of(connection: sqlite3.Connection, store: Path) -> dict[str, Any]:
-    """name -> value; where a run was resumed, the latest."""
-    noted = connection.execute("SELECT name, value FROM fact ORDER BY round").fetchall()
-    if noted:
-        return {name: json.loads(value) for name, value in noted}
+def facts_of(noted: Iterable[tuple[str, str]], store: Path) -> dict[str, Any]:
+    """name -> value, of rows of `fact` by round: where a run was resumed, the latest."""
+    try:
+        if found := {name: json.loads(value) for name, value in noted}:
+            return found
+    except (TypeError, ValueError) as error:
+        raise EsperError(f"the run store {store} is damaged: a fact is no JSON; "
+                         "put back a whole one") from error
     try:
         config = read_json(store.with_name("run.json"), "run")["config"]
         return {"rounds": config["rounds"], "family": config["env"]["family"]["name"], "seed": config["seed"]}

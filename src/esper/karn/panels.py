@@ -20,6 +20,7 @@ was not measured. Rounds count from 0, epochs from 1.
 """
 
 import math
+import sqlite3
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +92,7 @@ class Run:
     """A store that is looked at. It may be written meanwhile."""
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = Path(path) / STORE if Path(path).is_dir() else Path(path)
+        self.path = store_of(path)
         self.connection, self.clock = reader(self.path), clock
         self._seen = self._version()
 
@@ -107,7 +108,10 @@ class Run:
         return self.path.parent.resolve().name if self.path.name == STORE else self.path.stem
 
     def rows(self, query: str, **values: object) -> Rows:
-        return self.connection.execute(query, values).fetchall()
+        try:
+            return self.connection.execute(query, values).fetchall()
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise EsperError(f"cannot read the run store {self.path}: {error}") from error
 
     def _version(self) -> int:
         return int(self.connection.execute("PRAGMA data_version").fetchone()[0])
@@ -119,7 +123,7 @@ class Run:
 
     def facts(self) -> dict[str, Any]:
         """What is known of the run as a whole, as `fact` has it; the latest of each name."""
-        return facts_of(self.connection, self.path)
+        return facts_of(self.rows("SELECT name, value FROM fact ORDER BY round"), self.path)
 
     def state(self) -> str:
         """running, finished or stopped."""
@@ -155,6 +159,11 @@ class Run:
         answer = panel.answer
         rows = self.rows(answer, **chosen) if isinstance(answer, str) else list(answer(self, chosen))
         return Table(panel.columns, rows, panel.question, panel.renderer)
+
+
+def store_of(path: str | Path) -> Path:
+    """The store of a folder, or the file itself."""
+    return Path(path) / STORE if Path(path).is_dir() else Path(path)
 
 
 def open_run(path: str | Path, clock: Callable[[], float] = time.time) -> Run:
@@ -233,10 +242,11 @@ def _hosts(run: Run, chosen: Mapping[str, Any]) -> Rows:
 def _blueprints(run: Run, chosen: Mapping[str, Any]) -> Rows:
     """Those that were never used stand first."""
     window = "round > :round - :last AND round <= :round"
-    born: dict[str, int] = dict(run.rows("SELECT blueprint, count(*) FROM step WHERE blueprint IS NOT NULL AND " + window +
-                         " GROUP BY 1", **chosen))
-    kept: dict[str, int] = dict(run.rows("SELECT blueprint, count(*) FROM move JOIN seed USING (round, epoch, row, slot) "
-                         "WHERE target = 'FOSSILIZED' AND " + window + " GROUP BY 1", **chosen))
+    sources = {"step": "blueprint IS NOT NULL", "move JOIN seed USING (round, epoch, row, slot)":
+               "target = 'FOSSILIZED'"}
+    born, kept = (dict[str, int](run.rows(f"SELECT blueprint, count(*) FROM {source} WHERE {where} "
+                                          f"AND {window} GROUP BY 1", **chosen))
+                  for source, where in sources.items())
     names = {*run.facts().get("blueprints", ()), *born, *kept}
     every = sum(born.values()) or 1
     return sorted(((name, born.get(name, 0), kept.get(name, 0), 100 * born.get(name, 0) / every)
