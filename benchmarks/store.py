@@ -2,8 +2,8 @@
 
     python benchmarks/store.py
 
-Rounds of 256 environments and 30 epochs with one transaction per epoch, as `Training` writes them, but as fast as it goes;
-meanwhile another process asks again and again how the run is doing.
+Rounds of 256 environments and 30 epochs, each committed and sealed in one transaction, as `Training` does it, but as fast as it
+goes; meanwhile another process looks for news again and again and asks for the panels that a viewer shows.
 """
 
 import multiprocessing
@@ -19,15 +19,17 @@ import torch
 import tyro
 
 from common import Results, timed
-from esper.karn import summary
+from esper.karn import open_run
 from esper.leyline import LifecycleOp
 from esper.nissa import TABLES, Store
 
-ROWS, EPOCHS, ROUNDS = 256, 30, 10
+ROWS, EPOCHS, ROUNDS = 256, 30, 20
 PAUSE = 0.01
 """Seconds between two questions of the reader."""
+ASKED = ("state", "learning", "incidents", "actions")
 LINES = {"commit_ms": 5.0, "bytes_per_environment_epoch": 1024.0, "query_ms": 50.0}
-"""figure -> what it must stay below."""
+"""figure -> what it must stay below; of a commit, for each epoch of its round."""
+SLOTS, LIVE = 3, 0.5  # of a host, and the share of them that is not empty
 
 
 def columns(rows: int, round: int, epoch: int) -> dict[str, object]:
@@ -38,14 +40,20 @@ def columns(rows: int, round: int, epoch: int) -> dict[str, object]:
     return {"round": round, "epoch": epoch, "row": torch.arange(rows), "scenario": torch.randint(2**60, (rows,)), "op": ops,
             "slot": [None if op == "WAIT" else 1 for op in ops],
             "blueprint": ["low_rank" if op == "GERMINATE" else None for op in ops], "reward": sum(reward.values()), **reward,
+            "chance": torch.rand(rows), "value": torch.randn(rows), "chance_op": torch.rand(rows),
+            "chance_slot": [None if op == "WAIT" else 0.5 for op in ops],
+            "chance_blueprint": [0.5 if op == "GERMINATE" else None for op in ops],
             "score": torch.rand(rows), "twin": torch.rand(rows), "loss": torch.rand(rows), "smooth": torch.rand(rows),
             "train_loss": torch.rand(rows), "params": torch.randint(2000, (rows,)), "spent": torch.rand(rows),
             "rolled_back": none > 0, "done": none > 0}
 
 
 def write_epoch(store: Store, round: int, epoch: int) -> None:
-    """As `Recorded` does: every environment's step, and the moves of some seeds."""
+    """As `Training` does: every environment's step, every seed, and the moves of some seeds."""
     store.write("step", columns(ROWS, round, epoch))
+    row, slot = (torch.rand(ROWS, SLOTS) < LIVE).nonzero().unbind(1)
+    store.write("seed", {"round": round, "epoch": epoch, "row": row, "slot": slot, "stage": "BLENDING", "blueprint": "low_rank",
+                         "alpha": torch.rand(len(row)), "contribution": torch.randn(len(row)), "error": torch.rand(len(row))})
     moved = torch.randperm(ROWS)[: ROWS // 8]
     store.write("move", {"round": round, "epoch": epoch, "row": moved, "slot": 1, "source": "TRAINING", "target": "BLENDING"})
 
@@ -59,11 +67,13 @@ def write_round(store: Store, round: int) -> None:
 
 
 def watch(path: Path, pipe: Connection) -> None:
-    """In another process: seconds of every question until it is told to stop, sent back."""
+    """In another process: seconds of every panel until it is told to stop, sent back."""
     seconds = []
-    pipe.send("ready")
-    while not pipe.poll(PAUSE):
-        seconds.append(timed(lambda: summary(path, ROUNDS), "cpu"))
+    with open_run(path) as run:
+        pipe.send("ready")
+        while not pipe.poll(PAUSE):
+            if run.changed():
+                seconds += [timed(lambda name=name: run.panel(name), "cpu") for name in ASKED]
     pipe.send(seconds)
 
 
@@ -79,9 +89,8 @@ def measure(path: Path) -> dict[str, Any]:
     for round in range(ROUNDS):
         for epoch in range(1, EPOCHS + 1):
             seconds["prepare"].append(timed(lambda r=round, e=epoch: write_epoch(store, r, e), "cpu"))
-            seconds["commit"].append(timed(store.commit, "cpu"))
         write_round(store, round)
-        store.commit()
+        seconds["commit"].append(timed(store.commit, "cpu") / EPOCHS)
     mine.send("stop")
     queries = mine.recv()
     reader.join()
@@ -90,7 +99,8 @@ def measure(path: Path) -> dict[str, Any]:
              "bytes_per_environment_epoch": path.stat().st_size / (ROWS * EPOCHS * ROUNDS)}
     slow = {f"{name}_ms_95th": 1000 * statistics.quantiles(values, n=20)[-1]
             for name, values in (("commit", seconds["commit"]), ("query", queries))}
-    return found | slow | {"prepare_ms": 1000 * statistics.median(seconds["prepare"]), "queries": len(queries),
+    return found | slow | {"prepare_ms": 1000 * statistics.median(seconds["prepare"]),
+                           "commit_round_ms": EPOCHS * found["commit_ms"], "queries": len(queries),
                            "held": all(found[name] < line for name, line in LINES.items())}
 
 

@@ -159,8 +159,8 @@ def run(options: RunsList | RunsShow | RunsCompare, console: Console) -> None:
             print(json.dumps(found))
             return
         for each in found:
-            gain = math.nan if each["gain"] is None else each["gain"] / 100
-            each["gain"] = points(gain, *((each[end] or 0.0) / 100 for end in ("low", "high")))
+            if each["low"] is not None:
+                each["gain"] = points(*(each[name] / 100 for name in ("gain", "low", "high")))
             each["age"] = said_time(each["age"])
         shown_columns = [name for name in LISTED if name not in ("low", "high")]
         print_rows(shown_columns, [[each[name] for name in shown_columns] for each in found], console)
