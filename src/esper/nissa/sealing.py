@@ -4,11 +4,15 @@ an earlier schema to this one."""
 import hashlib
 import re
 import sqlite3
+import sys
+from array import array
+from typing import Any
 
 from esper.nissa.registry import CREATE, SCHEMA, TABLES, VIEWS
 
 SEAL, ALL = "seal", "all"  # the table of seals, and the scope of a whole store
 BY_ROUND = [table for table, columns in TABLES.items() if "round" in columns]  # sealed round by round
+AT_ONCE = 512  # rows of a digest that are in memory together
 EARLIER = {2: "41e23431742ad609006aaf0d435678b1fa22a3d48d4f78b113a0cd869a31780e"}
 """Schema that `migrate` understands -> SHA-256 of the statements that made its tables."""
 
@@ -50,9 +54,9 @@ def migrate(connection: sqlite3.Connection) -> None:
             connection.execute(f"DROP TABLE earlier_{table}")
     for view in VIEWS.values():
         connection.execute(view)
+    connection.execute(f"PRAGMA user_version = {SCHEMA}")
     for (scope,) in connection.execute(f"SELECT scope FROM {SEAL}").fetchall():
         seal(connection, scope)
-    connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
 
 def damage(connection: sqlite3.Connection) -> str:
@@ -89,13 +93,31 @@ def _columns(connection: sqlite3.Connection, table: str) -> tuple[list[str], lis
 
 
 def _digest(connection: sqlite3.Connection, scope: str) -> str:
-    """SHA-256 of the rows of a scope, table after table and each by its key, one line of ASCII for a row."""
-    found, everything = hashlib.sha256(), scope == ALL
+    """SHA-256 of the rows of a scope, table after table and each by its key: so many rows at a time column by
+    column, or in stores of an earlier schema one line of ASCII for a row."""
+    found, everything, by_row = hashlib.sha256(), scope == ALL, version_of(connection) != SCHEMA
     for table in (table for table in TABLES if table in tables_of(connection)):
         if table != SEAL and (everything or table in BY_ROUND):
             columns, keys = _columns(connection, table)
             found.update(f"{table} {', '.join(columns)}\n".encode())
             where = "" if everything else f"WHERE round = {int(scope.split()[1])}"
-            for row in connection.execute(f"SELECT * FROM {table} {where} ORDER BY {', '.join(keys)}"):
-                found.update(f"{row!a}\n".encode())
+            kinds = [TABLES[table][name].kind for name in columns]
+            rows = connection.execute(f"SELECT * FROM {table} {where} ORDER BY {', '.join(keys)}")
+            while part := rows.fetchmany(AT_ONCE):
+                found.update("".join(f"{row!a}\n" for row in part).encode() if by_row else
+                             b"".join(map(_bytes, zip(*part, strict=True), kinds)))
     return found.hexdigest()
+
+
+def _bytes(values: tuple[Any, ...], kind: str) -> bytes:
+    """A column in a form that is the same everywhere: its length, and numbers as eight bytes each, behind
+    which of them are NULL."""
+    try:
+        if kind != "TEXT":
+            numbers = array("d" if kind == "REAL" else "q", [value or 0 for value in values])
+            if sys.byteorder == "big":
+                numbers.byteswap()
+            return b"%d " % len(values) + bytes([value is None for value in values]) + numbers.tobytes()
+    except (TypeError, OverflowError):  # no number: damage, which no seal has
+        pass
+    return f"{values!a}".encode()
