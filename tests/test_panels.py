@@ -1,9 +1,11 @@
 """Panels of a planted run, to the digit; questions of one's own; runs of a folder."""
 
 import csv
+import inspect
 import io
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -15,11 +17,14 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
-from esper.karn import PAGES, PANELS, Run, compare, open_run
+from esper.karn import PAGES, PANELS, Run, compare, open_run, panels
 from esper.karn.panels import RENDERERS
 from esper.leyline import EsperError
 from esper.leyline.storage import locked
 from esper.nissa import SCHEMA, Store, ask, read, verify
+from esper.nissa.registry import INCIDENT
+from esper.simic.metrics import AnomalyDetector
+from esper.simic.training import Training
 from tests.planted import BIRTH, ENDED, EPOCHS, FACTS, KEPT, plant
 
 Z = 1.96
@@ -83,6 +88,21 @@ def test_every_panel_shows_what_was_planted(name: str, run: Run) -> None:
 
 def test_every_panel_has_a_page_and_every_answer_a_panel() -> None:
     assert sorted(name for names in PAGES.values() for name in names) == sorted(PANELS) == sorted(ANSWERS)
+
+
+def test_the_pages_in_words_name_every_panel_and_every_incident() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "panels.md").read_text()
+    for name, panel in PANELS.items():
+        assert f"| `{name}` | {panel.page} | {panel.question} | {panel.renderer} |" in text
+    source = inspect.getsource(AnomalyDetector._signs) + inspect.getsource(Training._report) + inspect.getsource(panels)
+    named = re.search(r"Incidents open and close: (.*?)\.", text, re.DOTALL)
+    assert named is not None
+    for kind in re.findall(r"`(\w+)`", named[1] + "`stalled`"):
+        assert f'"{kind}"' in source, kind
+
+
+def test_the_view_has_the_columns_that_are_described(folder: Path) -> None:
+    assert [row[1] for row in read(folder / "run.db", "PRAGMA table_info(incident)")] == list(INCIDENT)
 
 
 def test_a_birth_is_where_and_when_it_was(run: Run) -> None:

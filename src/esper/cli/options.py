@@ -124,7 +124,7 @@ class RunsShow:
     Example: esper runs show runs/first incidents"""
 
     run: Run  # Folder of the run, or a store.
-    panel: Annotated[str, Positional, arg(metavar="PANEL")] = "state"  # docs/store.md lists them.
+    panel: Annotated[str, Positional, arg(metavar="PANEL")] = "state"  # docs/panels.md lists them.
     round: Count = None  # The last by default.
     epoch: Count = None  # The last of the round by default.
     row: Count = None  # The first by default.

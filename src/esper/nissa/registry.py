@@ -128,6 +128,11 @@ SELECT kind, what, min(round) AS opened,
 FROM known GROUP BY kind, what, spell"""}
 """view -> the statement that makes it. An incident is one spell of an anomaly: rounds on end in which it was
 alarming; it is closed by the first round in which it is not."""
+INCIDENT = {
+    "kind": "of trouble", "what": "the head, metric or place", "opened": "first round", "closed":
+    "first round in which it was over; NULL: it is open", "rounds": "that it lasted", "most":
+    "largest value", "least": "smallest value"}
+"""Columns of the view in words."""
 KEYS = {table: [name for name, metric in columns.items() if metric.key] for table, columns in TABLES.items()}
 """table -> the columns that name a row."""
 CREATE = {table: "CREATE TABLE {} ({}, PRIMARY KEY ({})) WITHOUT ROWID".format(
