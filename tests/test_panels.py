@@ -296,13 +296,15 @@ def test_runs_of_a_folder_are_told_by_their_state(tmp_path: Path, capsys: pytest
 
 
 def test_panels_and_comparisons_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "show", str(folder), "slots", "--row", "2", "--json"]) == 0
+    assert main(["runs", "show", str(folder), "slots", "--at", "row=2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0][:4] == [3, 1, "TRAINING", "norm"]
     assert main(["runs", "show", str(folder), "blueprints"]) == 0
     assert "attention  0           0     0.00" in capsys.readouterr().out
     assert main(["runs", "compare", str(folder), str(folder)]) == 0
     assert "may be luck" in capsys.readouterr().out
     assert main(["runs", "show", str(folder), "fame"]) == 2
+    assert main(["runs", "show", str(folder), "slots", "--at", "row=x"]) == 2
+    assert "--at row needs a number, as in --at row=2" in capsys.readouterr().err
 
 
 KILLED = """

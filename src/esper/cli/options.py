@@ -121,14 +121,12 @@ class RunsList:
 class RunsShow:
     """Print one panel of a run.
 
-    Example: esper runs show runs/first incidents"""
+    Example: esper runs show runs/first slots --at round=7 row=2"""
 
     run: Run  # Folder of the run, or a store.
     panel: Annotated[str, Positional, arg(metavar="PANEL")] = "state"  # docs/panels.md lists them.
-    round: Count = None  # The last by default.
-    epoch: Count = None  # The last of the round by default.
-    row: Count = None  # The first by default.
-    last: Count = None  # Rounds that are counted together, 10 by default.
+    at: Annotated[tuple[str, ...], arg(metavar="NAME=N ...")] = ()
+    """Of round, epoch, row and last; by default the last round and epoch, the first row, 10 rounds together."""
     json: bool = False  # Print one JSON object instead of the table.
 
 

@@ -146,8 +146,10 @@ def _listed(folder: Path) -> dict[str, Any]:
 
 def run(options: RunsList | RunsShow | RunsCompare, console: Console) -> None:
     if isinstance(options, RunsShow):
-        chosen = {name: value for name in ("round", "epoch", "row", "last")
-                  if (value := getattr(options, name)) is not None}
+        pairs = [each.partition("=") for each in options.at]
+        if wrong := [name for name, _, number in pairs if not number.isdecimal()]:
+            raise EsperError(f"--at {wrong[0]} needs a number, as in --at {wrong[0]}=2")
+        chosen = {name: int(number) for name, _, number in pairs}
         with open_run(options.run) as shown:
             print_table(shown.panel(options.panel, **chosen), options.json, console)
     elif isinstance(options, RunsCompare):

@@ -8,8 +8,8 @@ HEAD = """\
 # The run store
 
 One SQLite file per run in WAL mode: one process writes it, and any number read it meanwhile with
-`esper sql`, [panels](panels.md) or any SQLite client. A round is written in one transaction, so a run that is killed
-leaves whole rounds. NULL was not measured.
+`esper sql`, [panels](panels.md) or any SQLite client. A round is written in one transaction, so a run that is
+killed leaves whole rounds. NULL was not measured.
 
 ```sh
 esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op"
@@ -20,8 +20,8 @@ esper sql runs/first "SELECT * FROM seed WHERE round = 3" --rows 100000 --csv > 
 `--seconds`.
 
 These are the tables of schema {schema} (`PRAGMA user_version`). A store of schema 2 is brought to it when its
-run is resumed, with NULL for what was not measured then; viewers bring a copy in memory. Runs whose facts have
-the same `group` differ in seed alone; facts with a `round` above 0 were noted when the run was resumed there.
+run is resumed, with NULL for what was not measured then; viewers bring a copy in memory. Runs whose facts
+have the same `group` differ in seed alone; facts with a `round` above 0 were noted when the run was resumed.
 
 Made by `python -m esper.nissa.glossary > docs/store.md`."""
 
