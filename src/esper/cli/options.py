@@ -126,7 +126,7 @@ class RunsShow:
     run: Run  # Folder of the run, or a store.
     panel: Annotated[str, Positional, arg(metavar="PANEL")] = "state"  # docs/panels.md lists them.
     at: Annotated[tuple[str, ...], arg(metavar="NAME=N ...")] = ()
-    """Of round, epoch, row and last; by default the last round and epoch, the first row, 10 rounds together."""
+    """Of round, epoch, row and last; by default the last round and epoch, the first row, 10 rounds as one."""
     json: bool = False  # Print one JSON object instead of the table.
 
 
@@ -143,15 +143,15 @@ class RunsCompare:
 
 @dataclass(frozen=True)
 class Sql:
-    """Ask a store with one SELECT; nothing can be changed. docs/store.md describes the tables.
+    """Ask a store with one SELECT on the tables of docs/store.md.
 
     Example: esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op" """
 
     run: Run  # Folder of the run, or a store.
     query: Annotated[str, Positional, arg(metavar="QUERY")]  # One SELECT.
     csv: bool = False  # Print CSV: NULL is empty.
-    rows: int = 1000  # Rows to print at most.
-    seconds: float = 10.0  # Time that the query may take.
+    rows: Annotated[int, arg(metavar="N")] = 1000  # Rows to print at most.
+    seconds: Annotated[float, arg(metavar="S")] = 10.0  # Time that the query may take.
 
 
 @dataclass(frozen=True)
