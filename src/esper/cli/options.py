@@ -103,6 +103,57 @@ class Replay:
     plugin: Plugins = ()
 
 
+Run = Annotated[Path, Positional, arg(metavar="RUN")]
+
+
+@dataclass(frozen=True)
+class RunsList:
+    """List the runs below a folder.
+
+    Example: esper runs runs"""
+
+    folder: Annotated[Path, Positional, arg(metavar="FOLDER")] = Path("runs")
+    """Looked through with all below it."""
+    json: bool = False  # Print one JSON list instead of the table.
+
+
+@dataclass(frozen=True)
+class RunsShow:
+    """Print one panel of a run.
+
+    Example: esper runs show runs/first slots --at round=7 row=2"""
+
+    run: Run  # Folder of the run, or a store.
+    panel: Annotated[str, Positional, arg(metavar="PANEL")] = "state"  # docs/panels.md lists them.
+    at: Annotated[tuple[str, ...], arg(metavar="NAME=N ...")] = ()
+    """Of round, epoch, row and last; by default the last round and epoch, the first row, 10 rounds as one."""
+    json: bool = False  # Print one JSON object instead of the table.
+
+
+@dataclass(frozen=True)
+class RunsCompare:
+    """Compare the last examinations of runs with those of the first.
+
+    Example: esper runs compare runs/first runs/second"""
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN ...")]  # Folders of runs, or stores.
+    policy: Name = "learned"  # Whose examinations: learned or heuristic.
+    json: bool = False  # Print one JSON object instead of the table.
+
+
+@dataclass(frozen=True)
+class Sql:
+    """Ask a store with one SELECT on the tables of docs/store.md.
+
+    Example: esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op" """
+
+    run: Run  # Folder of the run, or a store.
+    query: Annotated[str, Positional, arg(metavar="QUERY")]  # One SELECT.
+    csv: bool = False  # Print CSV: NULL is empty.
+    rows: Annotated[int, arg(metavar="N")] = 1000  # Rows to print at most.
+    seconds: Annotated[float, arg(metavar="S")] = 10.0  # Time that the query may take.
+
+
 @dataclass(frozen=True)
 class TasksList:
     """List the tasks: host, samples, published scores, and whether the data is here.

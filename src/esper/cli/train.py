@@ -16,7 +16,15 @@ from rich.console import Console
 from rich.live import Live
 
 from esper.cli.options import Train
-from esper.cli.runs import DESCRIPTION, STORE, load_run, make_folder, use_plugins, write_description
+from esper.cli.runs import (
+    DESCRIPTION,
+    STORE,
+    load_run,
+    make_folder,
+    note_facts,
+    use_plugins,
+    write_description,
+)
 from esper.karn import panel, summary
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, merged, override, to_dict
@@ -75,6 +83,7 @@ def run(options: Train, console: Console) -> None:
         training = _resumed(options, console, stack) if options.resume else _created(options, stack)
         config = training.config
         training.sink = stack.enter_context(closing(Store(folder / STORE)))
+        note_facts(training)
         asked = stack.enter_context(_interruptible(console))
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
 

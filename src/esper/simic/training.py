@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.leyline import EsperError, Head, LifecycleOp
+from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage
 from esper.leyline.codec import to_dict
 from esper.leyline.storage import atomic_write, read_state
 from esper.leyline.telemetry import Nowhere, Sink
+from esper.simic.buffer import TamiyoRolloutBuffer
 from esper.simic.metrics import PPOUpdateMetrics
 from esper.simic.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import REWARDS, SCORES_OF
@@ -88,7 +89,18 @@ class TrainConfig:
     @property
     def identity(self) -> str:
         """A digest of what makes a run this run; it may be made longer."""
-        plain = to_dict(self) | {"rounds": 0}
+        return self._digest(rounds=0)
+
+    def facts(self) -> dict[str, Any]:
+        """What viewers of a run must know; `group` is the same for runs that differ in seed alone."""
+        host, spec = self.env.family.host, self.env.spec
+        return {"family": self.env.family.name, "task": self.env.family.task, "seed": self.seed,
+                "rounds": self.rounds, "rows": self.rows, "slots": list(host.slots.names),
+                "blueprints": list(spec.blueprints), "heads": [head.name.lower() for head in spec.heads],
+                "identity": self.identity, "group": self._digest(rounds=0, seed=0), "config": to_dict(self)}
+
+    def _digest(self, **fixed: int) -> str:
+        plain = to_dict(self) | fixed
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -119,9 +131,10 @@ class Training:
             number, known = agent.updates, len(self.world.twins.known)
             played = self.world.collect(agent, self._scenarios(number), buffer, (config.seed, number),
                                         config.privileged)
+            told = _told(buffer, config.env.spec)
             metrics = agent.update(buffer, nothing)
             fresh = len(self.world.twins.known) > known
-            self._record(number, played)
+            self._record(number, played, told)
             self._report(number, played, metrics)
             if config.exam_every and (number + 1) % config.exam_every == 0:
                 self.examine("learned", Learned(agent.controller, greedy=True), number + 1)
@@ -148,8 +161,8 @@ class Training:
         except EsperError as error:
             raise EsperError(f"{error}, then resume the run: what it saved before is kept") from error
 
-    def _record(self, number: int, played: Round) -> None:
-        """Every step of a round."""
+    def _record(self, number: int, played: Round, told: dict[str, Tensor]) -> None:
+        """Every step of a round; `told` [T, N] is what its controller thought."""
         episodes, measured, spec = played.episodes, played.episodes.measured, self.config.env.spec
         wait, grow = LifecycleOp.WAIT, LifecycleOp.GERMINATE
         for epoch, actions in enumerate(episodes.actions):
@@ -169,12 +182,32 @@ class Training:
                        "twin": now.twin, "params": now.params.sum(1),
                        **{name: measured[f"all_on.{name}"][epoch] for name in ("loss", "smooth")},
                        **{f"reward_{name}": term[epoch] for name, term in played.terms.items()},
-                       **{name: measured[name][epoch] for name in plain}}
+                       **{name: measured[name][epoch] for name in plain},
+                       **{name: each[epoch] for name, each in told.items()}}
             self.sink.write("step", columns | {name: tensor[running] for name, tensor in tensors.items()})
+            self._seeds(number, epoch, running, {name: each[epoch] for name, each in measured.items()})
         if episodes.moves:
             moves = map(list, zip(*episodes.moves, strict=True))
             names = ("epoch", "row", "slot", "source", "target")
             self.sink.write("move", {"round": number, **dict(zip(names, moves, strict=True))})
+
+    def _seeds(self, number: int, epoch: int, running: Tensor, now: dict[str, Tensor]) -> None:
+        """Every slot of running rows [N] that is not empty, as measured [N, S] after an epoch."""
+        row, slot = (running[:, None] & (now["stage"] != SeedStage.DORMANT)).nonzero().unbind(1)
+        if not len(row):
+            return
+        known = {name: now[f"{name}.known"][row, slot] for name in ("contribution", "preview")}
+        values = {name: torch.where(each, now[f"{name}.value"][row, slot], torch.nan)
+                  for name, each in known.items()}
+        errors = [torch.where(each, now[f"{name}.standard_error"][row, slot], torch.nan)
+                  for name, each in known.items()]
+        self.sink.write("seed", {
+            "round": number, "epoch": epoch + 1, "row": row, "slot": slot,
+            "stage": [SeedStage(stage).name for stage in now["stage"][row, slot].tolist()],
+            "blueprint": [self.config.env.spec.blueprints[b] if b >= 0 else None
+                          for b in now["blueprint"][row, slot].tolist()],
+            "alpha": now["alpha"][row, slot], **values,
+            "error": torch.where(known["contribution"], *errors)})
 
     def _report(self, number: int, played: Round, metrics: PPOUpdateMetrics) -> None:
         now, total = time.perf_counter(), played.returns
@@ -182,12 +215,18 @@ class Training:
         if not self.config.pool or number < self.config.pool:  # twins of scenarios that were not met before
             epochs += int(played.episodes.scenarios.horizon.sum())
         self.sink.write("round", {
-            "round": number, "seconds": now - self.clock, "host_epochs": epochs, "episodes": len(total),
+            "round": number, "seconds": now - self.clock, "ended": time.time(), "host_epochs": epochs,
+            "episodes": len(total),
             "utility": float(total.mean()), "utility_error": float(total.std()) / math.sqrt(len(total)),
             **metrics.single()})
         self.sink.write("head", {"round": number, **metrics.by_head()})
-        for a in metrics.anomalies:
-            self.sink.write("anomaly", {"round": number, "kind": a.kind, "place": a.where, "value": a.value})
+        alarms = [(a.kind, a.where, a.value) for a in metrics.anomalies]
+        if back := int(played.episodes.measured["rolled_back"].sum()):
+            alarms.append(("rollback", "hosts", back))
+        if metrics.kl > self.config.ppo.kl_stop * self.config.ppo.target_kl:
+            alarms.append(("large_kl", "kl", metrics.kl))
+        for kind, place, value in alarms:
+            self.sink.write("anomaly", {"round": number, "kind": kind, "place": place, "value": value})
         self.clock = now
 
     def examine(self, name: str, policy: PolicyBundle, number: int) -> Tensor:
@@ -208,3 +247,13 @@ class Training:
     def _world(self, rows: int, reward: str, score: str) -> RewardWorld:
         twins = Twins(self.make(replace(self.config.env, previews=None), rows))
         return RewardWorld(self.make(self.config.env, rows), twins, reward, score)
+
+
+def _told(buffer: TamiyoRolloutBuffer, spec: ActionSpec) -> dict[str, Tensor]:
+    """[T, N]: how likely each decision was, and the return that was expected; NaN: a head had no choice."""
+    told = {"chance": buffer["log_prob"].exp(), "value": buffer["value"].clone()}
+    for place, head in enumerate(spec.heads):
+        if head in (Head.OP, Head.SLOT, Head.BLUEPRINT):
+            chance, free = buffer["head_log_probs"][..., place].exp(), buffer["relevant"][..., place]
+            told[f"chance_{head.name.lower()}"] = torch.where(free, chance, torch.nan)
+    return {name: each.cpu() for name, each in told.items()}
