@@ -25,7 +25,8 @@ COMMANDS = {
     "train": (options.Train, "let a controller learn on a family of scenarios"),
     "prove": (options.Prove, "put trained controllers before the court"),
     "sweep": (options.Sweep, "play scripted decisions: what is knowledge worth?"),
-    "replay": (options.Replay, "run recorded episodes again and compare them bit by bit")}
+    "replay": (options.Replay, "run recorded episodes again and compare them bit by bit"),
+    "export": (options.Export, "write a network that was grown as files that need no Esper")}
 """verb -> (options, what it does); `run` of the module that its first word names takes the options."""
 
 
