@@ -2,17 +2,18 @@
 
 import copy
 import importlib.util
+import io
 import logging
 import runpy
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -38,7 +39,8 @@ class Written(NamedTuple):
 
     def __str__(self) -> str:
         same = f"within {self.difference:.1e} of" if self.difference else "bit for bit"
-        return f"{self.file}: {same} the network, {'any' if self.any_batch else 'one'} batch size; {self.use}"
+        size = "any batch size" if self.any_batch else "one batch size"
+        return f"{self.file}: {same} the network, {size}; {self.use}"
 
 
 def export(module: nn.Module, folder: str | Path, example: Any,
@@ -60,8 +62,7 @@ def export(module: nn.Module, folder: str | Path, example: Any,
         if missing := [each for each in FORMATS[name][2] if importlib.util.find_spec(each) is None]:
             raise EsperError(f"{name} needs {', '.join(missing)}: pip install 'esper-morph[export]'")
     net, batch = copy.deepcopy(bare(module)).cpu().eval(), tree_map(_two, arguments(example))
-    with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # exporters warn of themselves
+    with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]), _quietly():
         made = [_written(name, net, batch, Path(place)) for name in formats]
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -80,12 +81,25 @@ def _written(name: str, net: nn.Module, batch: Batch, place: Path) -> Written:
         with suppress(Exception):  # the network itself may know one size only
             differences.append(_difference(net, run, tree_map(_one_more, batch)))
     except Exception as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = " ".join(str(error).split())[:160] or type(error).__name__
         raise EsperError(f"the {name} format cannot hold this model ({why}); nothing was written") from error
     if not all(difference <= within for difference in differences):
         raise EsperError(f"{file} differs from the network by {differences[-1]:.1e}, more than {within}; "
                          "nothing was written")
     return Written(file, use, max(differences), len(differences) > 1)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Exporters warn of themselves and of packages that nobody needs here; errors are told by whoever asked."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _two(part: Any) -> Any:
@@ -117,9 +131,9 @@ def _difference(net: nn.Module, run: Run, batch: Batch) -> float:
 
 
 def _python(net: nn.Module, batch: Batch, place: Path) -> Made:
-    """The plainest way that works: all of it, or what grew in a model of the class, or in one that is given."""
+    """The first way that works: all of it, what grew in a model of the class, or in one that is given."""
     path, plain = place / "model.py", copy.deepcopy(net)
-    save_model(net, str(place / WEIGHTS))
+    save_file({name: t.clone().contiguous() for name, t in net.state_dict().items()}, place / WEIGHTS)
     grafts = ungrown(plain)
     for tensor in plain.state_dict().values():
         tensor.zero_()  # they must come from the file
@@ -152,15 +166,10 @@ def _torch(net: nn.Module, batch: Batch, place: Path) -> Made:
 
 
 def _onnx(net: nn.Module, batch: Batch, place: Path) -> Made:
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it says which other packages are not installed
-    try:
-        torch.onnx.export(_program(net, batch), (), path := place / "model.onnx", dynamo=True, verbose=False,
-                          external_data=False)
-    finally:
-        logger.setLevel(level)
-    session = importlib.import_module("onnxruntime").InferenceSession(path, providers=["CPUExecutionProvider"])
+    torch.onnx.export(_program(net, batch), (), path := place / "model.onnx", dynamo=True, verbose=False,
+                      external_data=False)
+    runtime = importlib.import_module("onnxruntime")
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
     def run(batch: Batch) -> list[Tensor]:

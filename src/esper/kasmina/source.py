@@ -22,7 +22,7 @@ _WIDTH = 100
 _LOAD = f'''def load({{takes}}) -> nn.Module:
     """{{what}}"""
     net = {{net}}
-    load_model(net, Path(__file__).with_name("{WEIGHTS}"))
+    net.load_state_dict(load_file(Path(__file__).with_name("{WEIGHTS}")))
     return net.eval()'''
 
 
@@ -31,7 +31,7 @@ class _Source:
 
     def __init__(self) -> None:
         self.imports = {"import torch", "from torch import nn", "from pathlib import Path",
-                        "from safetensors.torch import load_model"}
+                        "from safetensors.torch import load_file"}
         self.parts: dict[str, str] = {}
 
     def use(self, name: str, value: Any) -> None:
@@ -62,7 +62,8 @@ class _Source:
         if getattr(nn, name, None) is not kind:
             self.use(name, kind)
             return _call(f"{name}(", [f"{key}={self.expression(getattr(value, key), depth + 1)}"
-                                      for key in inspect.signature(kind).parameters], ")", depth)
+                                      for key, parameter in inspect.signature(kind).parameters.items()
+                                      if "*" not in str(parameter)], ")", depth)
         inside = [self.expression(child, depth + 1) for child in value._modules.values()]
         ends = ("([", "])") if kind is nn.ModuleList else ("(", ")")
         return _call(f"nn.{name}{ends[0]}", inside or [value.extra_repr()], ends[1], depth)
@@ -87,10 +88,7 @@ def _cast(net: nn.Module) -> str:
 
 
 def network_source(net: nn.Module) -> str:
-    """A file whose `load()` gives a network that holds nothing but layers of torch and Esper."""
-    for kind in map(type, net.modules()):
-        if getattr(nn, kind.__name__, None) is not kind and not kind.__module__.startswith("esper."):
-            raise EsperError(f"{kind.__name__} is a class of the user's own")
+    """A file whose `load()` gives the network; classes of users are imported and must show their settings."""
     source, first, ties = _Source(), dict[int, str](), ""
     built = source.expression(net, 1)
     for name, parameter in net.named_parameters(remove_duplicate=False):
