@@ -91,7 +91,7 @@ def _written(name: str, net: nn.Module, batch: Batch, place: Path) -> Written:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Exporters warn of themselves and of packages that nobody needs here; errors are told by whoever asked."""
+    """Exporters warn of themselves and of packages that nobody needs here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
