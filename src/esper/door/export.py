@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from esper.door.places import SlotHook, arguments, bare
+from esper.door.places import SlotHook, arguments, bare, survey
 from esper.kasmina.source import WEIGHTS, network_source, seeds_source, ungrown
 from esper.leyline import EsperError
 from esper.leyline.storage import atomic_write
@@ -54,14 +54,13 @@ def export(module: nn.Module, folder: str | Path, example: Any,
     "torch" is `model.pt2`, by torch.export; "onnx" is `model.onnx`. All are compared with the network, on the
     CPU and in evaluation mode; if one differs, none is written.
     """
+    check_formats(formats)
+    if not isinstance(module, nn.Module):
+        raise EsperError(f"export takes an nn.Module, not a {type(module).__name__}; grow(...).module is one")
     if any(isinstance(hook, SlotHook) for m in module.modules() for hook in m._forward_hooks.values()):
         raise EsperError("this model is attached and may still grow; export what deliver() returns")
-    for name in formats:
-        if name not in FORMATS:
-            raise EsperError(f"no format {name!r}; choose from {', '.join(FORMATS)}")
-        if missing := [each for each in FORMATS[name][2] if importlib.util.find_spec(each) is None]:
-            raise EsperError(f"{name} needs {', '.join(missing)}: pip install 'esper-morph[export]'")
     net, batch = copy.deepcopy(bare(module)).cpu().eval(), tree_map(_two, arguments(example))
+    survey(net, batch[1] or batch[0])  # does it run?
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]), _quietly():
         made = [_written(name, net, batch, Path(place)) for name in formats]
         try:
@@ -71,6 +70,15 @@ def export(module: nn.Module, folder: str | Path, example: Any,
         for path in Path(place).iterdir():
             atomic_write(Path(folder) / path.name, path.read_bytes())
     return made
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """One sentence, if there is no such format or a package that it needs is missing."""
+    for name in formats:
+        if name not in FORMATS:
+            raise EsperError(f"no format {name!r}; choose from {', '.join(FORMATS)}")
+        if missing := [each for each in FORMATS[name][2] if importlib.util.find_spec(each) is None]:
+            raise EsperError(f"{name} needs {', '.join(missing)}: pip install 'esper-morph[export]'")
 
 
 def _written(name: str, net: nn.Module, batch: Batch, place: Path) -> Written:

@@ -92,7 +92,7 @@ def network_source(net: nn.Module) -> str:
     source, first, ties = _Source(), dict[int, str](), ""
     built = source.expression(net, 1)
     for name, parameter in net.named_parameters(remove_duplicate=False):
-        place = re.sub(r"\.(\d+)", r"[\1]", f"net.{name}")
+        place = re.sub(r"\.(\d+)(?=\.)", r"[\1]", f"net.{name}")
         if place != first.setdefault(id(parameter), place):
             ties += f"    {place} = {first[id(parameter)]}\n"
     build = ('def build() -> nn.Module:\n    """The network with fresh weights."""\n'
