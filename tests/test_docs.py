@@ -29,8 +29,8 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-HOSTS, DOOR = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("hosts", "door"))
-BLOCKS = [block for page in (README, CONCEPTS, HOSTS, DOOR) for block in fenced(page, "python")]
+HOSTS, DOOR, EXPORT = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("hosts", "door", "export"))
+BLOCKS = [block for page in (README, CONCEPTS, HOSTS, DOOR, EXPORT) for block in fenced(page, "python")]
 COMMANDS = re.findall(r"^esper .*?(?=\s*#|$)", "\n".join(fenced(README, "sh")), re.MULTILINE)
 
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from esper.door import attach, grow
+    from esper.door import attach, export, grow
     from esper.kasmina import Host, OptimConfig, Population, register_blueprint
     from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
     from esper.simic import PPOAgent, PPOConfig, RewardWorld, TrainConfig, Training
@@ -33,8 +33,8 @@ __all__ = [
     "ActionSpec", "Controller", "EnvConfig", "Episodes", "EsperError", "Family", "Heuristic", "Host", "Kind",
     "Learned", "LifecycleOp", "MorphogeneticEnv", "OptimConfig", "PPOAgent", "PPOConfig", "Population",
     "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training", "Twins", "Wait",
-    "attach", "find_family", "grow", "load_task", "play", "prove", "register_blueprint", "register_family",
-    "replay",
+    "attach", "export", "find_family", "grow", "load_task", "play", "prove", "register_blueprint",
+    "register_family", "replay",
 ]
 
 

@@ -155,6 +155,20 @@ class Sql:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Run recorded episodes again and write the network that one of them delivered: files that need no Esper.
+
+    Example: esper export round.safetensors --row 3 --out network"""
+
+    trace: Annotated[Path, Positional, arg(metavar="TRACE")]  # File that recorded episodes were written to.
+    row: Annotated[int, arg(metavar="N")]  # Of the episode.
+    out: Folder  # Folder for weights.safetensors and model.py, model.pt2, model.onnx.
+    formats: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("safetensors", "torch")
+    """safetensors (with model.py), torch (by torch.export) and onnx."""
+    plugin: Plugins = ()
+
+
+@dataclass(frozen=True)
 class TasksList:
     """List the tasks: host, samples, published scores, and whether the data is here.
 

@@ -307,8 +307,7 @@ class Growing:
     def graft(self, slot: int, kind: Any, weights: Tensor) -> Graft:
         """A seed for a slot, where the model is now."""
         place = self.places[slot]
-        graft = Graft(kind.plain(weights), Style.ADD, 0.0, torch.zeros(kind.gate_size),
-                      bool(place.shape.tokens))
+        graft = Graft(kind.plain(weights), Style.ADD, 0.0, bool(place.shape.tokens))
         now = home(self.host)  # users move models after `attach`
         return graft.to(*(place.device, place.dtype) if now in (None, self._home) else now)
 

@@ -81,11 +81,16 @@ def untouched(model: nn.Module, data: Any = None) -> Iterator[None]:
                     buffer.copy_(old)
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """Run a model on a batch as people have them: a tensor, a tuple whose first part is one, or keywords."""
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """From a batch as people have them: a tensor, a tuple whose first part is one, or keywords."""
     if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return model(**batch)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        return (), dict(batch)
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
 
 
 def _size(batch: Any) -> int:
