@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from esper.door.asked import Evaluate
 from esper.door.growing import Growing, attach
+from esper.door.keeping import restore, state
 from esper.door.places import untouched
 from esper.leyline import EsperError
 from esper.leyline.storage import read_state, write_state
@@ -58,7 +59,7 @@ class Guest:
             growing = self.growing = attach(model, optimizer, **asked)
         self.hook = optimizer.register_state_dict_post_hook(self._without_seeds)
         if self.saved is not None:
-            growing.restore(*self.saved, FILE)
+            restore(growing, *self.saved, FILE)
             for name, value in self.saved[1].items():
                 if name.startswith("optimizer."):
                     _, slot, number, key = name.split(".", 3)
@@ -68,7 +69,7 @@ class Guest:
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What grew, and what the optimizer knows of it."""
         assert self.growing is not None
-        header, tensors = self.growing.state()
+        header, tensors = state(self.growing)
         for slot in self.growing.joined:
             for number, parameter in enumerate(self.growing.grafts[slot].seed.parameters()):
                 states = self.growing.optimizer.state[parameter].items()
@@ -174,7 +175,8 @@ def lightning_callback(monitor: str = "val_loss", mode: str = "min", *, evaluate
             def monitored() -> Tensor:
                 module.eval()
                 with heard(module) as said:
-                    given = [stepped(module.validation_step, batch) for batch in _flat(trainer.val_dataloaders)]
+                    batches = _flat(trainer.val_dataloaders)
+                    given = [stepped(module.validation_step, batch) for batch in batches]
                 values = said.get(monitor, given)
                 if not values or not all(isinstance(value, (Tensor, float)) for value in values):
                     raise EsperError(f"validation_step must log {monitor!r} as a number for each batch; "
