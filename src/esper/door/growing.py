@@ -171,7 +171,7 @@ class Growing:
         self.compute.spent += self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), 1)
         self._steps = 0
         gains = {self.places[slot].path: float(self._gains.value[0, slot])
-                 for slot in self.grafts if bool(self._gains.known[0, slot])}
+                 for slot in sorted(self.grafts) if bool(self._gains.known[0, slot])}
         finite = {slot: all(bool(p.isfinite().all()) for p in graft.parameters())
                   for slot, graft in self.grafts.items()}  # accuracies hide a NaN
         sound = self.ranks.all_true(not finite or (
@@ -317,7 +317,7 @@ class Growing:
     def wire(self) -> None:
         """Alphas and hooks as the lifecycle has them; who blends in is trained by the user's optimizer."""
         self.active.clear()  # hooks hold it
-        for slot, graft in self.grafts.items():
+        for slot, graft in sorted(self.grafts.items()):  # as after `load`
             graft.alpha.fill_(float(self.life.alpha[0, slot]))
             if self.life.alpha[0, slot] > 0:
                 self.active[slot] = graft
