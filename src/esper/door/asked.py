@@ -126,3 +126,12 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
+
+
+def refuse_vanishing(optimizer: torch.optim.Optimizer) -> None:
+    """An epsilon that is 0 in the parameters' numbers makes 0 / 0 of a seed's first gradients."""
+    for group in optimizer.param_groups:
+        eps, numbers = group.get("eps", 1.0), {p.dtype for p in group["params"] if p.is_floating_point()}
+        if not group.get("fused") and any(float(torch.tensor(eps, dtype=dtype)) == 0 for dtype in numbers):
+            raise EsperError(f"eps={eps} of {type(optimizer).__name__} is 0 in float16; set eps=1e-4, or "
+                             "keep float32 weights and use autocast")

@@ -46,10 +46,12 @@ def alone(growing: "Growing", slot: int, graft: Graft, alpha: float) -> Iterator
 
 
 def learn(growing: "Growing", slot: int, graft: Graft, alpha: float, steps: int) -> None:
-    """Train a seed for so many batches, and nothing else."""
+    """Train a seed for so many batches, and nothing else; batches whose loss is no number are left out."""
     own, loss_of, lr = list(graft.seed.parameters()), growing.asked.loss, growing.group(slot)["lr"]
     assert loss_of is not None
-    optim = torch.optim.AdamW(own, lr=min(lr or HIGHEST / 10, HIGHEST))
+    tiny = max((torch.finfo(p.dtype).tiny for p in own), default=0.0)  # 1e-8 is 0 in float16, and 0 / 0 NaN
+    optim = torch.optim.AdamW(own, lr=min(lr or HIGHEST / 10, HIGHEST), eps=max(1e-8, tiny))
+    learned = False
     with alone(growing, slot, graft, alpha), torch.enable_grad():
         for batch in growing.asked.batches(steps):
             loss = loss_of(growing.model.eval(), batch)
@@ -58,9 +60,12 @@ def learn(growing: "Growing", slot: int, graft: Graft, alpha: float, steps: int)
             grads = torch.autograd.grad(loss, own, allow_unused=True)
             for parameter, grad in zip(own, grads, strict=True):
                 parameter.grad = None if grad is None else growing.ranks.mean(grad)
-            nn.utils.clip_grad_norm_(own, CLIP)
-            optim.step()
+            if bool(nn.utils.clip_grad_norm_(own, CLIP).isfinite()):
+                learned = True
+                optim.step()
     graft.seed.zero_grad()
+    if not learned:
+        raise EsperError("loss(model, batch) or its gradient is not a number, on every batch of data")
 
 
 def incubate(growing: "Growing", epoch: float) -> None:

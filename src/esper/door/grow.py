@@ -83,6 +83,9 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
         for batch in train:
             optimizer.zero_grad()
             value = loss(model, batch)
+            if not growing.joined and not bool(value.isfinite().all()):
+                raise EsperError(f"the loss is {value.detach()} in epoch {len(growing.history)}, and no seed "
+                                 "joined yet; look at the data, or lower the learning rate")
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

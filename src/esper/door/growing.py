@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.door.asked import Asked, Evaluate, gradients_kept, share
+from esper.door.asked import Asked, Evaluate, gradients_kept, refuse_vanishing, share
 from esper.door.behind import CLIP, Compute, alone, incubate, preview
 from esper.door.evidence import SCORE, SMOOTH, Report, by_sample, note, settled
 from esper.door.keeping import LastGood, restore, state
@@ -77,6 +77,7 @@ class Growing:
             raise EsperError("attach takes an nn.Module and the torch optimizer that trains it")
         if (name := type(optimizer).__name__) in ("LBFGS", "Muon", "SparseAdam"):
             raise EsperError(f"{name} cannot train what grows; attach the AdamW or SGD that trains the rest")
+        refuse_vanishing(optimizer)
         self.model, self.optimizer, self.asked, self.host = model, optimizer, asked, bare(model)
         self.ranks = Ranks(model)
         if any(isinstance(hook, SlotHook) for m in self.host.modules() for hook in m._forward_hooks.values()):
@@ -118,7 +119,8 @@ class Growing:
         self._home = home(self.host)
         self.good: LastGood | None = LastGood(self)
         self._hooks: list[Any] = [
-            self.host.get_submodule(place.path).register_forward_hook(SlotHook(self.host, self.active, slot))
+            self.host.get_submodule(place.path).register_forward_hook(
+                SlotHook(self.host, self.active, slot, place))
             for slot, place in enumerate(self.places)]
         self._hooks += [optimizer.register_step_pre_hook(self._before_step),
                         optimizer.register_step_post_hook(self._after_step)]
@@ -169,7 +171,7 @@ class Growing:
         self.compute.spent += self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), 1)
         self._steps = 0
         gains = {self.places[slot].path: float(self._gains.value[0, slot])
-                 for slot in self.grafts if bool(self._gains.known[0, slot])}
+                 for slot in sorted(self.grafts) if bool(self._gains.known[0, slot])}
         finite = {slot: all(bool(p.isfinite().all()) for p in graft.parameters())
                   for slot, graft in self.grafts.items()}  # accuracies hide a NaN
         sound = self.ranks.all_true(not finite or (
@@ -314,7 +316,7 @@ class Growing:
     def wire(self) -> None:
         """Alphas and hooks as the lifecycle has them; who blends in is trained by the user's optimizer."""
         self.active.clear()  # hooks hold it
-        for slot, graft in self.grafts.items():
+        for slot, graft in sorted(self.grafts.items()):  # as after `load`
             graft.alpha.fill_(float(self.life.alpha[0, slot]))
             if self.life.alpha[0, slot] > 0:
                 self.active[slot] = graft

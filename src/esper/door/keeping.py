@@ -1,6 +1,7 @@
 """What is kept of a growing model: copies to go back to when growth breaks the training, and files."""
 
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,11 @@ class LastGood:
     def __init__(self, growing: "Growing") -> None:
         optimizer = growing.optimizer
         self.model = copy.deepcopy(growing.host.state_dict())  # with extra states of any type
-        self.optimizer: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+        self.states = {p: copy.deepcopy(dict(state)) for p, state in optimizer.state.items()}
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self.settings: list[dict[str, Any]] = [
+            copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+            for group in optimizer.param_groups]
         host = {id(parameter) for parameter in growing.host.parameters()}  # others: seeds', or a loss's
         self.others = [(p, p.detach().clone()) for params in self.groups for p in params if id(p) not in host]
         self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
@@ -33,12 +37,13 @@ class LastGood:
         with torch.no_grad():
             for parameter, value in self.others:
                 parameter.copy_(value)
-        later = growing.optimizer.param_groups[len(self.groups) :]  # which users added since
-        del growing.optimizer.param_groups[len(self.groups) :]
-        for group, params in zip(growing.optimizer.param_groups, self.groups, strict=True):
+        groups = growing.optimizer.param_groups  # those that users added since stay as they are
+        for group, params, settings in zip(groups, self.groups, self.settings, strict=False):
             group["params"][:] = params
-        growing.optimizer.load_state_dict(self.optimizer)
-        growing.optimizer.param_groups.extend(later)
+            group.update(copy.deepcopy(settings))
+        for parameter in itertools.chain(*self.groups):
+            growing.optimizer.state.pop(parameter, None)
+        growing.optimizer.state.update({p: copy.deepcopy(state) for p, state in self.states.items()})
         for scheduler, state in zip(growing.asked.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
         for name, value in self.life.items():
