@@ -25,7 +25,8 @@ COMMANDS = {
     "train": (options.Train, "let a controller learn on a family of scenarios"),
     "prove": (options.Prove, "put trained controllers before the court"),
     "sweep": (options.Sweep, "play scripted decisions: what is knowledge worth?"),
-    "replay": (options.Replay, "run recorded episodes again and compare them bit by bit")}
+    "replay": (options.Replay, "run recorded episodes again and compare them bit by bit"),
+    "doctor": (options.Doctor, "say what is installed and found here, and test it")}
 """verb -> (options, what it does); `run` of the module that its first word names takes the options."""
 
 
