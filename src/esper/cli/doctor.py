@@ -72,7 +72,8 @@ def _store() -> str:
             store.write("round", {"round": [0], "utility": [0.5]})
             store.commit()
         verify(path)
-        return f"{len(read(path, 'SELECT * FROM round'))} row written, verified and read"
+        ((value,),) = read(path, "SELECT utility FROM round")
+        return f"{value} was written, verified and read"
 
 
 CHECKS = {
