@@ -50,7 +50,7 @@ class Registry(dict[str, V]):
         raise EsperError(f"no {self.kind} {name!r}; choose from {', '.join(self)}")
 
     def add(self, name: str, thing: V) -> V:
-        """Make a thing of your own known by its name, which must not be taken."""
+        """Make one of your own known by its name, which must not be taken; docs/extend.md has an example."""
         if not isinstance(thing, self.of):
             raise EsperError(f"the {self.kind} {name!r} must be a {self.of.__name__}, not {thing!r}")
         if super().__contains__(name):
