@@ -20,8 +20,7 @@ from esper.leyline.plugins import load_plugins
 from esper.leyline.provenance import VERSION
 from esper.nissa import Store, read, verify
 from esper.tamiyo.minds import read_mind, shipped
-from esper.tolaria.files import data_directory
-from esper.tolaria.tasks import all_tasks, where
+from esper.tolaria.tasks import all_tasks, data_directory, where
 
 
 def run(options: Doctor, console: Console) -> int:

@@ -165,6 +165,6 @@ class Demo:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Say what is installed and found here, and test the main parts. Exit code 1: something fails.
+    """Say what is installed and found here, and test it. Exit code 1: a test fails.
 
     Example: esper doctor"""

@@ -220,7 +220,7 @@ def task_digest(name: str) -> str:
     return find_task(name).digest
 
 
-remove_task = own.remove
+remove_task, data_directory = own.remove, files.data_directory
 
 
 def _own(name: str, description: own.Description) -> Task:
