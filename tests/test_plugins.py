@@ -108,7 +108,7 @@ WRONG = {
     "import esper; esper.register_objective('regression', esper.Objective())": "the objective 'regression' exists already",
     "import esper; esper.register_objective('other', print)": "the objective 'other' must be a Objective, not <built-in",
     "import esper; esper.register_reward('other', 3)": "the reward 'other' must be a Callable, not 3",
-    "import esper, torch; esper.Host.of(torch.nn.Linear(2, 2), [''], torch.zeros(1, 2), name='mlp')": "'mlp' is the name of a built-in host",
+    "import esper, torch; esper.Host.of(torch.nn.Linear(2, 2), [''], torch.zeros(1, 2), name='mlp')": "'mlp' is the name of a built-in",
 }
 
 

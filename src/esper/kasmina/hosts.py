@@ -192,7 +192,7 @@ class Host:
         "BCL" or "BTC" where that is guessed wrong. `name` is what files call it.
         """
         if name in BUILT_IN or (loading() and name and name in HOSTS):
-            raise EsperError(f"{name!r} is the name of a built-in host or of another package's; choose another")
+            raise EsperError(f"{name!r} is the name of a built-in or installed host; choose another")
         with seeded(0):
             made = make_foreign(module, (slots,) if isinstance(slots, str) else tuple(slots), example,
                                 dict(layouts or {}))
