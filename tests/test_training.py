@@ -597,7 +597,7 @@ def known() -> bool:
 
 
 def test_names_are_registered_once() -> None:
-    with pytest.raises(EsperError, match="already a family 'mlp'; give yours another name"):
+    with pytest.raises(EsperError, match="the family 'mlp' exists already; give yours another name"):
         register_family(find_family("mlp"))
     with pytest.raises(EsperError, match="must be a Family, not a str"):
         register_family("mlp")  # type: ignore[arg-type]

@@ -30,7 +30,8 @@ COMMANDS = {
     "runs compare": (options.RunsCompare, "which run is better, and may that be luck?"),
     "sql": (options.Sql, "ask the store of a run a question of your own"),
     "replay": (options.Replay, "run recorded episodes again and compare them bit by bit"),
-    "export": (options.Export, "write a network that was grown as files that need no Esper")}
+    "export": (options.Export, "write a network that was grown as files that need no Esper"),
+    "doctor": (options.Doctor, "say what is installed and found here, and test it")}
 """verb -> (options, what it does); `run` of the module that its first word names takes the options."""
 IDLE = ("tasks", "runs", "sql")  # they compute nothing
 

@@ -13,7 +13,7 @@ Name = Annotated[str, arg(metavar="NAME")]
 Count = Annotated[int | None, arg(metavar="N")]
 Device = Annotated[str, arg(metavar="cpu|cuda", help="cpu, or cuda.")]
 Plugins = Annotated[tuple[Path, ...], arg(
-    metavar="FILE.py ...", help="Python files to run first: they may register families and blueprints.")]
+    metavar="FILE.py ...", help="Python files to run first: what they register is known by its name.")]
 Commit = Annotated[str, arg(
     metavar="HASH", help="Noted in the result; by default that of the working directory.")]
 
@@ -33,6 +33,7 @@ class Train:
     rounds: Count = None  # The budget: rounds of one episode per row; over preset and file.
     rows: Count = None  # Episodes that run together; over preset and file.
     seed: Count = None  # Over preset and file.
+    reward: Name = ""  # utility (default), terminal, contribution, shaped, or a plugin's; over the file.
     device: Annotated[str, arg(metavar="cpu|cuda")] = ""  # cpu, or cuda; over preset and file.
     plugin: Plugins = ()
     resume: bool = False  # Go on with the run in --out, bit for bit; needs no other option.
@@ -50,7 +51,8 @@ class Prove:
     Example: esper prove --minds runs/first runs/second runs/third --out proof"""
 
     minds: Annotated[tuple[str, ...], arg(metavar="RUN ...")]
-    """Folders of runs, or names of shipped minds; or wait, random, heuristic, which must fail."""
+    """Folders of runs, or names of shipped minds; or wait, random, heuristic, which must fail, or
+    a policy that a plugin registers."""
     out: Folder  # Folder for proof.json, proof.html, proof.db and controls.json; a rehearsal's are called so.
     family: Name = ""  # Only needed where no run says it.
     scenarios: int = 256  # Test scenarios that every arm is played on.
@@ -224,3 +226,10 @@ class Demo:
     rounds: int = 20  # Rounds of 48 episodes that the live training takes.
     hosts: int = 64  # Held-out scenarios, one host each, that every arm is played on.
     seed: int = 0  # Of the training.
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what is installed and found here, and test it. Exit code 1: a test fails.
+
+    Example: esper doctor"""

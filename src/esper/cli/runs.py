@@ -61,8 +61,7 @@ def points(mean: float, low: float, high: float) -> str:
 
 
 def use_plugins(paths: Sequence[Path]) -> None:
-    """Run these Python files, in workers too: they register families and blueprints. What fails in them is
-    the user's."""
+    """Run these Python files, in workers too: they register things. What fails in them is the user's."""
     for path in paths:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.is_file():

@@ -55,6 +55,7 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
         {"env": {"family": to_dict(find_family(options.family)), "spec": False}} if options.family else {},
         {} if options.config is None else _toml(options.config),
         {name: value for name in ("rounds", "rows", "seed") if (value := getattr(options, name)) is not None},
+        {"reward": options.reward} if options.reward else {},
         {"env": {"device": options.device}} if options.device else {}]
     return override(stored or TrainConfig(), functools.reduce(merged, layers), "the config")
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from esper.kasmina.objectives import Objective, find_objective
 from esper.leyline import ActionSpec, EsperError
-from esper.tamiyo import POLICIES, Learned, Planned, PolicyBundle
+from esper.tamiyo import POLICIES, Learned, Planned, PolicyBundle, named_policies
 from esper.tamiyo.minds import member_for, read_mind, shipped
 
 Score = float | Tensor | Sequence[float] | tuple[Tensor, Tensor]
 Evaluate = Callable[[], Score]
 Loss = Callable[[nn.Module, Any], Tensor]
-NAMED = ("heuristic", "wait", "random")
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,17 @@ class Asked:
                                  f"({', '.join(numbers)}); got {dict(self.controller)}")
             plan = [numbers.get(self.controller.get(path, ""), -1) for path in paths]
             return Planned(torch.tensor([[min(number, 0) for number in plan]]), torch.tensor([plan]).clamp(0))
+        names = (*named_policies(), *shipped())
         if not isinstance(self.controller, str):
             if not callable(self.controller):
-                raise EsperError(f"a controller is one of {', '.join((*NAMED, *shipped()))}, a file, a plan "
-                                 f"or a policy, not a {type(self.controller).__name__}")
+                raise EsperError(f"a controller is one of {', '.join(names)}, a file, a plan or a policy, "
+                                 f"not a {type(self.controller).__name__}")
             return self.controller
-        if self.controller in NAMED:
+        if self.controller in named_policies():
             return POLICIES[self.controller]()
         if self.controller not in shipped() and not Path(self.controller).exists():
-            raise EsperError(f"no controller {self.controller!r}; choose from {', '.join(NAMED)}, "
-                             f"{', '.join(shipped())}, or name the agent.safetensors of a run")
+            raise EsperError(f"no controller {self.controller!r}; choose from {', '.join(names)}, or name "
+                             "the agent.safetensors of a run")
         return Learned.load(self.controller, spec, greedy=True)
 
     def preview_every(self, spec: ActionSpec) -> int:
