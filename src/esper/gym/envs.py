@@ -73,9 +73,9 @@ class GrowthVectorEnv(VectorEnv):
         self.actions, self.at_once = flat_actions(config.spec), mode is AutoresetMode.SAME_STEP
         self.metadata = self.metadata | {"autoreset_mode": mode}
         self.over, self.scenario = np.zeros(num_envs, bool), np.zeros(num_envs, np.int64)
-        seen, mask = self._look()
-        self.single_observation_space = gymnasium.spaces.Box(-LIMIT, LIMIT, seen.shape[1:], np.float32)
-        self.single_action_space = gymnasium.spaces.Discrete(mask.shape[1])
+        width = self._told()[0].shape[1]
+        self.single_observation_space = gymnasium.spaces.Box(-LIMIT, LIMIT, (width,), np.float32)
+        self.single_action_space = gymnasium.spaces.Discrete(len(self.actions))
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
@@ -108,10 +108,10 @@ class GrowthVectorEnv(VectorEnv):
         return seen, reward, ended, np.zeros_like(ended), info | now
 
     def _chosen(self, actions: Any) -> Tensor:
-        chosen, (_, mask) = np.asarray(actions), self._look()
+        chosen = np.asarray(actions)
         if chosen.shape != (self.num_envs,) or not self.action_space.contains(chosen.astype(np.int64)):
-            raise EsperError(f"expected {self.num_envs} actions of 0 to {mask.shape[1] - 1}, not {actions}")
-        return self.actions[np.where(mask[np.arange(self.num_envs), chosen], chosen, 0)]
+            raise EsperError(f"expected {self.num_envs} actions of 0 to {len(self.actions) - 1}, not {actions}")
+        return self.actions[np.where(self.mask[np.arange(self.num_envs), chosen], chosen, 0)]
 
     def _begin(self, rows: Any) -> None:
         """The next scenarios in these rows, with their twins and those that come soon."""
@@ -126,16 +126,12 @@ class GrowthVectorEnv(VectorEnv):
         self.engine.reset(drawn, places)
         self.world.open(drawn, None if len(rows) == self.num_envs else places)
 
-    def _look(self) -> tuple[Any, Any]:
-        """(observations [N, W], masks [N, A]) as they are now."""
-        view = self.engine.view()
-        seen = torch.cat([part.flatten(1) for part in observe(view)], 1).clamp(-LIMIT, LIMIT)
-        legal = flat_masks(self.engine.spec, self.actions, action_masks(view))
-        return seen.numpy(), legal.to(torch.int8).numpy()
-
     def _told(self) -> tuple[Any, dict[str, Any]]:
-        seen, mask = self._look()
-        return seen, {"action_mask": mask, "scenario": self.scenario.copy()}
+        """(observations [N, W], masks [N, A] and scenarios [N]) as they are now."""
+        view = self.engine.view()
+        seen = torch.cat([part.flatten(1) for part in observe(view)], 1).clamp(-LIMIT, LIMIT).numpy()
+        self.mask = flat_masks(self.engine.spec, self.actions, action_masks(view)).to(torch.int8).numpy()
+        return seen, {"action_mask": self.mask.copy(), "scenario": self.scenario.copy()}
 
 
 class GrowthEnv(gymnasium.Env):
@@ -160,7 +156,7 @@ class GrowthEnv(gymnasium.Env):
 
     def action_masks(self) -> Any:
         """[A]: 1 is possible. The name that sb3-contrib asks for."""
-        return self.one._look()[1][0]
+        return self.one.mask[0].copy()
 
 
 def _first(seen: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
