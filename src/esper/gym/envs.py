@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from esper.leyline import ALPHA_SPEEDS, RELEVANCE, ActionSpec, EsperError, Head, LifecycleOp
+from esper.leyline import ALPHA_SPEEDS, RELEVANCE, ActionSpec, EsperError, Head
 from esper.simic import RewardWorld
 from esper.tamiyo import ActionMasks, action_masks, observe
 from esper.tolaria import EnvConfig, Family, MorphogeneticEnv, Twins, find_family
@@ -31,7 +31,8 @@ def flat_actions(spec: ActionSpec) -> Tensor:
     for op in sorted(spec.ops):
         asked = [head for head in spec.heads if head is not Head.OP and RELEVANCE[op, head]]
         for values in itertools.product(*(choices[head] for head in asked)):
-            chosen = {**spec.defaults, Head.OP: spec.ops.index(op), **dict(zip(asked, values, strict=True))}
+            chosen = dict(spec.defaults) | dict(zip(asked, values, strict=True))
+            chosen[Head.OP] = spec.ops.index(op)
             at_once = Head.ALPHA_SPEED in asked and ALPHA_SPEEDS[chosen[Head.ALPHA_SPEED]] == 0
             if not at_once or chosen[Head.ALPHA_CURVE] == spec.defaults[Head.ALPHA_CURVE]:
                 found.append([chosen[head] for head in spec.heads])
@@ -91,7 +92,8 @@ class GrowthVectorEnv(VectorEnv):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One epoch; what the mask excludes is played as WAIT."""
-        before, reward, done, info = self.over, np.zeros(self.num_envs), self.over, {}
+        before, reward, done = self.over, np.zeros(self.num_envs), self.over
+        info: dict[str, Any] = {}
         if not before.all():
             measured = self.engine.step(self._chosen(actions))
             reward, done = self.world.pay(measured).reward.double().numpy(), measured.done.numpy().copy()
@@ -110,7 +112,8 @@ class GrowthVectorEnv(VectorEnv):
     def _chosen(self, actions: Any) -> Tensor:
         chosen = np.asarray(actions)
         if chosen.shape != (self.num_envs,) or not self.action_space.contains(chosen.astype(np.int64)):
-            raise EsperError(f"expected {self.num_envs} actions of 0 to {len(self.actions) - 1}, not {actions}")
+            last = len(self.actions) - 1
+            raise EsperError(f"expected {self.num_envs} actions of 0 to {last}, not {actions}")
         return self.actions[np.where(self.mask[np.arange(self.num_envs), chosen], chosen, 0)]
 
     def _begin(self, rows: Any) -> None:
@@ -137,7 +140,7 @@ class GrowthVectorEnv(VectorEnv):
 class GrowthEnv(gymnasium.Env):
     """One host; an episode's undiscounted return is its utility less its twin's."""
 
-    metadata = {"render_modes": []}
+    metadata: dict[str, Any] = {"render_modes": []}
 
     def __init__(self, family: str | Family, **options: Any) -> None:
         """Options are those of `GrowthVectorEnv`."""

@@ -26,12 +26,13 @@ class GymWorld:
 
     def __init__(self, env: VectorEnv, seed: int = 0) -> None:
         if env.metadata.get("autoreset_mode") is not AutoresetMode.NEXT_STEP:
-            raise EsperError("this vector environment does not reset by NextStep, which PPO's rollout asks for")
-        if not isinstance(env.single_action_space, gymnasium.spaces.Discrete):
-            raise EsperError(f"PPO needs a Discrete action here, not a {type(env.single_action_space).__name__}")
-        self.env, self.rows, actions = FlattenObservation(env), env.num_envs, int(env.single_action_space.n)
-        self.first = int(env.single_action_space.start)
-        self.spec = ActionSpec(actions, ("none",), (Head.OP, Head.SLOT), (LifecycleOp.WAIT, LifecycleOp.ADVANCE))
+            raise EsperError("this vector environment does not reset by NextStep; make one that does")
+        space = env.single_action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise EsperError(f"PPO needs a Discrete action here, not a {type(space).__name__}")
+        self.env, self.rows, self.first = FlattenObservation(env), env.num_envs, int(space.start)
+        actions, ops = int(space.n), (LifecycleOp.WAIT, LifecycleOp.ADVANCE)
+        self.spec = ActionSpec(actions, ("none",), (Head.OP, Head.SLOT), ops)
         width = self.env.single_observation_space.shape[0]
         self.observation = ObservationSpec((Field("seen", width, scaled=True),), (Field("action", actions),),
                                            (Field("none"),))
@@ -47,12 +48,10 @@ class GymWorld:
         if told is not None:  # rows without a mask, or at an episode's end, may do anything
             has = np.broadcast_to(info.get("_action_mask", True), self.rows) & np.asarray(told).any(1)
             every = np.where(has[:, None], np.asarray(told, dtype=bool), every)
-        self.legal, self.seen = torch.from_numpy(every), self._observation(seen)
-
-    def _observation(self, seen: Any) -> Observation:
-        slots = self.spec.slots
-        return Observation(torch.as_tensor(np.asarray(seen, dtype=np.float32)),
-                           torch.eye(slots).repeat(self.rows, 1, 1), torch.zeros(self.rows, slots, 1, 1))
+        slots, shown = self.spec.slots, torch.as_tensor(np.asarray(seen, dtype=np.float32))
+        choices = torch.eye(slots).repeat(self.rows, 1, 1)
+        self.seen = Observation(shown, choices, torch.zeros(self.rows, slots, 1, 1))
+        self.legal = torch.from_numpy(every)
 
     def look(self) -> PolicyInput:
         """What a controller is shown; a row that is over waits for its reset."""
@@ -70,7 +69,8 @@ class GymWorld:
         self.returns += self.total[self.over].tolist()
         self._keep(seen, info)
         ended, cut = (torch.from_numpy(np.asarray(each, dtype=bool)) for each in (ended, cut))
-        return Outcome(torch.as_tensor(np.asarray(reward, dtype=np.float32)), ended, cut & ~ended, self.seen)
+        final = self.seen if bool(cut.any()) else None
+        return Outcome(torch.as_tensor(np.asarray(reward, dtype=np.float32)), ended, cut & ~ended, final)
 
 
 def learn(env: str | VectorEnv, updates: int = 50, rows: int = 16, steps: int = 64, seed: int = 0,
