@@ -120,8 +120,9 @@ def main() -> None:
                      "random": points(chance), "learned less random": points(found["after"] - chance),
                      "learned less before": points(found["after"] - found["before"])})
         print(runs[-1], flush=True)
-    beaten = all(run["learned less random"][0] > run["learned less random"][1] for run in runs)
-    write(options, f"sb3-{options.family}", {"family": options.family, "exam": options.exam, "runs": runs, "beats random": beaten})
+        beaten = all(run["learned less random"][0] > run["learned less random"][1] for run in runs)
+        write(options, f"sb3-{options.family}",
+              {"family": options.family, "exam": options.exam, "runs": runs, "beats random": beaten})
 
 
 if __name__ == "__main__":
