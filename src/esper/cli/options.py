@@ -144,6 +144,16 @@ class RunsCompare:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Look at a run in the terminal, while it is trained or afterwards; ? shows the keys.
+
+    Example: esper watch runs/first"""
+
+    run: Annotated[Path, Positional, arg(metavar="RUN")] = Path("runs")
+    """Folder of the run, a store, or a folder that holds runs, of which the newest is taken."""
+
+
+@dataclass(frozen=True)
 class Sql:
     """Ask a store with one SELECT on the tables of docs/store.md.
 

@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from esper.cli.options import RunsCompare, RunsList, RunsShow
-from esper.cli.shown import print_rows, print_table, said_time
+from esper.cli.shown import print_rows, print_table
 from esper.karn import compare, open_run
+from esper.karn.drawn import said_time
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.provenance import provenance

@@ -7,24 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from esper.karn import Table
-
-_TIMES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))
-
-
-def said(value: Any) -> str:
-    """Numbers in short; a dash for what was not measured."""
-    if isinstance(value, float):
-        return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:.2f}"
-    if isinstance(value, list):
-        return " ".join(map(said, value))
-    return "-" if value is None else str(value)
-
-
-def said_time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    size, unit = next((size, unit) for least, size, unit in _TIMES if seconds >= least or not least)
-    return f"{seconds / size:.0f} {unit}"
+from esper.karn.drawn import said
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console) -> None:

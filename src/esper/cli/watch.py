@@ -1,0 +1,44 @@
+"""`esper watch`: a run in the terminal, live or afterwards."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from esper.cli.options import Watch
+from esper.cli.runs import DESCRIPTION, STORE
+from esper.karn.drawn import Place, shown
+from esper.karn.panels import PAGES, open_run, store_of
+from esper.leyline import EsperError
+
+
+def run(options: Watch, console: Console) -> None:
+    store = _found(options.run)
+    if not sys.stdout.isatty():
+        with open_run(store) as seen:
+            console.print(shown([seen.panel(name) for name in PAGES["overview"]], Place(console.width)))
+        return
+    try:
+        from esper.karn.watching import Watch as Viewer
+    except ModuleNotFoundError as error:
+        raise EsperError(f"esper watch needs the package {error.name}; "
+                         "install it with: pip install 'esper-morph[watch]'") from error
+    folder = store.parent.parent
+    Viewer(store, lambda: sorted(folder.glob(f"*/{STORE}"))).run(mouse=False)
+
+
+def _found(path: Path) -> Path:
+    """The store that is named, or the one below a folder that was written last."""
+    if not path.exists():
+        raise EsperError(f"there is no {path}; name the folder of a run, or begin one with esper train")
+    if path.is_file() or any((path / name).exists() for name in (STORE, DESCRIPTION)):
+        return store_of(path)
+    if below := [each.parent / STORE for name in (STORE, DESCRIPTION) for each in path.rglob(name)]:
+        return max(below, key=_written)
+    raise EsperError(f"there is no run below {path}; begin one with esper train")
+
+
+def _written(store: Path) -> float:
+    """When a store, what was not yet moved into it, or the description of the run was written."""
+    beside = (store, store.with_name(f"{STORE}-wal"), store.with_name(DESCRIPTION))
+    return max(path.stat().st_mtime for path in beside if path.exists())

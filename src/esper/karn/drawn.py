@@ -1,0 +1,315 @@
+"""Panels in a terminal: one function for each kind of renderer, from a `Table` to rich text."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table as Grid
+from rich.text import Text
+
+from esper.karn.live import bar, sparkline
+from esper.karn.panels import UNITS, Table
+from esper.leyline import SeedStage
+
+WIDE = 120  # columns of a terminal that has place for two panels beside each other
+TILE = 19
+LINES = ("cyan", "magenta", "yellow", "green", "blue", "red", "white")
+STAGES: Mapping[str, tuple[str, str]] = {
+    SeedStage.DORMANT.name: ("·", "bright_black"), SeedStage.GERMINATED.name: ("g", "cyan"),
+    SeedStage.TRAINING.name: ("T", "bright_blue"), SeedStage.BLENDING.name: ("B", "yellow"),
+    SeedStage.HOLDING.name: ("H", "magenta"), SeedStage.FOSSILIZED.name: ("F", "green"),
+    SeedStage.PRUNED.name: ("x", "red"), SeedStage.EMBARGOED.name: ("e", "bright_black"),
+    SeedStage.RESETTING.name: ("r", "bright_black")}
+"""stage -> its letter and colour."""
+COLOURS = {"running": "green", "finished": "cyan", "stopped": "yellow", "better": "green", "worse": "red",
+           "kept": "green", "pruned": "red", "GERMINATE": "bright_blue", "FOSSILIZE": "green", "PRUNE": "red",
+           **{stage: colour for stage, (_, colour) in STAGES.items()}}
+INTERVALS = {"gain": ("low", "high"), "difference": ("diff_low", "diff_high")}
+_TIMES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille letter, by column
+Point = tuple[float, float | None, float | None, float | None]  # x, y, ends of its interval
+
+
+class Place(NamedTuple):
+    """Where a viewer stands, and how much room there is."""
+
+    width: int
+    round: int | None = None
+    epoch: int | None = None
+    row: int | None = None
+    run: int | None = None
+    slots: Sequence[str] = ()
+    lines: int = 4
+    """Of a chart."""
+
+
+def said(value: Any) -> str:
+    """Numbers in short; a dash for what was not measured."""
+    if isinstance(value, float):
+        return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:.2f}"
+    if isinstance(value, list):
+        return " ".join(map(said, value))
+    return "-" if value is None else str(value)
+
+
+def said_time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    size, unit = next((size, unit) for least, size, unit in _TIMES if seconds >= least or not least)
+    return f"{seconds / size:.0f} {unit}"
+
+
+_SAID: Mapping[str, Callable[[float], str]] = {
+    "points": lambda value: f"{value:+.2f}", "%": lambda value: f"{value:.2f}%", "s": said_time}
+
+
+def figures(table: Table, row: Sequence[Any]) -> dict[str, str]:
+    """column -> what a row says there; an interval stands behind its mean."""
+    known = dict(zip(table.columns, row, strict=True))
+    told = {name: "-" if value is None else _SAID.get(UNITS.get(name, ""), said)(value)
+            for name, value in known.items()}
+    for mean, (low, high) in INTERVALS.items():
+        if low in told:
+            ends = f" ({told.pop(low)} to {told.pop(high)})"
+            told[mean] += "" if known[low] is None else ends
+    return told
+
+
+def draw(table: Table, at: Place) -> Text:
+    """The question, and its answer as wide as there is place."""
+    head = Text(table.question, "bold")
+    carried = {*_SAID} - {"points"} | {unit for name, unit in table.units.items() if name == "rate"}
+    for unit in dict.fromkeys(table.units.values()):
+        if unit not in carried:
+            head.append(f" [{unit}]", "not bold bright_black")
+    if not table.rows:
+        return Text.assemble(head, ("\nnothing to show", "bright_black"))
+    return Text("\n").join([head, *_RENDERERS[table.renderer](table, at)])
+
+
+def shown(tables: Sequence[Table], at: Place) -> RenderableType:
+    """A page: panels below each other, or in two columns where there is place."""
+    aside = [table for table in tables if table.renderer in ("table", "bars")]
+    beside = [table for table in tables if table not in aside]
+    if at.width < WIDE or not aside or not beside:
+        return Group(*_stacked(tables, at))
+    page, half = Grid.grid(padding=(0, 4, 0, 0)), at._replace(width=at.width // 2 - 4)
+    for _ in range(2):
+        page.add_column(width=half.width)
+    page.add_row(Group(*_stacked(beside, half)), Group(*_stacked(aside, half)))
+    return page
+
+
+def _stacked(tables: Sequence[Table], at: Place) -> list[Text]:
+    return [Text.assemble(draw(table, at), "\n") for table in tables]
+
+
+def _word(text: str, style: str = "") -> Text:
+    return Text(text, COLOURS.get(text, style))
+
+
+def _pairs(told: Mapping[str, str], width: int, colours: Mapping[str, str] | None = None) -> Text:
+    """name value  name value, in lines; what was not measured is left out."""
+    lines = [Text()]
+    for name, value in told.items():
+        pair = Text.assemble((name, (colours or {}).get(name, "bright_black")), " ", _word(value), "  ")
+        if lines[-1] and lines[-1].cell_len + pair.cell_len > width + 2:
+            lines.append(Text())
+        if value != "-":
+            lines[-1].append_text(pair)
+    return Text("\n").join(lines)
+
+
+def _text(table: Table, at: Place) -> list[Text]:
+    known, told = dict(zip(table.columns, table.rows[0], strict=True)), figures(table, table.rows[0])
+    if known.get("rate") is not None:
+        told["rate"] += f" {UNITS['rate']}"
+    if not known.get("planned"):
+        return [_pairs(told, at.width)]
+    done = known["round"] / known["planned"]
+    return [Text.assemble((bar(done), "cyan"), f" {done:.0%}"), _pairs(told, at.width)]
+
+
+def _columns(header: Sequence[str], rows: Iterable[Sequence[Text]], width: int) -> list[Text]:
+    """Text in columns; what does not fit stands below its row, with its name."""
+    found = [[Text(name, "bright_black") for name in header], *rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip(*found, strict=True)]
+    fits = sum(sum(widths[:count]) + 2 * count <= width + 2 for count in range(1, len(widths) + 1))
+    lines = []
+    for number, row in enumerate(found):
+        line = Text()
+        for cell, wide in zip(row[:fits], widths, strict=False):
+            line.append_text(cell).append(" " * (wide - cell.cell_len + 2))
+        line.rstrip()
+        lines.append(line)
+        if number and fits < len(header):
+            below = {name: cell.plain for name, cell in zip(header[fits:], row[fits:], strict=True)}
+            lines.append(Text("      ") + Text("\n      ").join(_pairs(below, width - 6).split()))
+    return lines
+
+
+def _table(table: Table, at: Place) -> list[Text]:
+    rows = []
+    for number, row in enumerate(table.rows):
+        told = figures(table, row)
+        if told.get("slot", "-") != "-" and at.slots:
+            told["slot"] = at.slots[int(told["slot"])]
+        here = {"epoch": row[0] == at.epoch, "run": number == at.run}.get(table.columns[0])
+        first, *rest = (_word(value, "bold" if here else "") for value in told.values())
+        mark = Text("" if here is None else "▸ " if here else "  ", "cyan")
+        rows.append([mark + first, *rest])
+    return _columns(list(told), rows, at.width)
+
+
+def _bars(table: Table, at: Place) -> list[Text]:
+    most = max(max(value or 0 for value in row[1:2]) for row in table.rows) or 1
+    wide = max(10, min(30, at.width - 50))
+    rows = [[Text(str(row[0])), Text(bar((row[1] or 0) / most, wide), "cyan"),
+             *(Text(value) for value in list(figures(table, row).values())[1:])] for row in table.rows]
+    return _columns([table.columns[0], "", *table.columns[1:]], rows, at.width)
+
+
+def _tiles(table: Table, at: Place) -> list[Text]:
+    across = max(1, at.width // (TILE + 1))
+    tiles = [_tile(dict(zip(table.columns, row, strict=True)), figures(table, row), at) for row in table.rows]
+    lines = []
+    for start in range(0, len(tiles), across):
+        lines += [Text(" ").join(part) for part in zip(*tiles[start:start + across], strict=True)] + [Text()]
+    legend = (part for stage, (letter, colour) in STAGES.items() for part in
+              ((letter, colour), f"\N{NO-BREAK SPACE}{stage.lower()}  "))
+    return [*lines, Text.assemble(*legend, ("⟲", "red"), " rolled back")]
+
+
+def _tile(host: Mapping[str, Any], told: Mapping[str, str], at: Place) -> tuple[Text, Text]:
+    """Two lines: row, score and gain; the stage of every slot and the last decision."""
+    back = f"⟲{host['rollbacks']}" if host["rollbacks"] else ""
+    colour = "bright_black" if not host["gain"] else "green" if host["gain"] > 0 else "red"
+    name, numbers = f"{host['row']}", f"{told['score']} {told['gain']}"
+    first = Text.assemble((name, "bold"), " " * (TILE - 1 - len(name) - len(numbers)), (numbers, colour))
+    slots = Text.assemble(*(STAGES[stage] for stage in host["stages"]))
+    slots.truncate(max(2, TILE - 11), overflow="ellipsis")
+    op = Text.assemble((f"{back} " if back else "", "red"), _word((host["op"] or "")[:9]))
+    second = Text.assemble(slots, " " * (TILE - 1 - slots.cell_len - op.cell_len), op)
+    edge = ("▌", "cyan" if host["row"] == at.row else colour)
+    lines = Text.assemble(edge, first), Text.assemble(edge, second)
+    for line in lines:
+        line.truncate(TILE, pad=True)
+        if host["row"] == at.row:
+            line.stylize("reverse")
+    return lines
+
+
+def _network(table: Table, at: Place) -> list[Text]:
+    """Slots in the order of the network, with their stages up to the chosen epoch and what they hold then."""
+    cells = {(row[0], row[1]): row for row in table.rows}
+    last = at.epoch or max(row[0] for row in table.rows)
+    count = max(len(at.slots), 1 + max(row[1] for row in table.rows))
+    empty = SeedStage.DORMANT.name
+    lines = []
+    for slot in range(count):
+        past = (STAGES[cells[epoch, slot][2] if (epoch, slot) in cells else empty]
+                for epoch in range(1, last + 1))
+        name = at.slots[slot] if slot < len(at.slots) else str(slot)
+        cell = [Text.assemble(("├─◆ ", "cyan"), (name, "bold")), Text.assemble(*past)]
+        if (last, slot) in cells:
+            told = figures(table, cells[last, slot])
+            worth = "contribution" if told["contribution"] != "-" else "preview"
+            doubt = "" if told["error"] == "-" else f" ± {told['error'][1:]}"
+            cell += [Text(told["blueprint"]), _word(told["stage"]),
+                     Text.assemble((bar(cells[last, slot][4] or 0.0, 5), "cyan"), f" {told['alpha']}"),
+                     Text("-" if told[worth] == "-" else f"{worth} {told[worth]}{doubt}")]
+        else:
+            cell += [Text("-", "bright_black"), _word(empty), Text("-"), Text("-")]
+        lines.append(cell)
+    head = ["● in", f"to epoch {last}", "seed", "stage", "alpha", "worth"]
+    return [*_columns(head, lines, at.width), Text("● out", "bright_black")]
+
+
+def _line(table: Table, at: Place) -> list[Text]:
+    x = next(name for name in ("round", "epoch") if name in table.columns)
+    place, named = table.columns.index(x), table.columns.index(x) == 1
+    upto = at.epoch if x == "epoch" else at.round
+    if upto is not None and table.columns[0] == "policy":  # examined after so many rounds
+        upto += 1
+    groups: dict[str, list[tuple[Any, ...]]] = {}
+    for row in table.rows:
+        groups.setdefault(row[0] if named else "", []).append(row)
+    now = {name: next((row for row in reversed(rows) if upto is None or row[place] <= upto), rows[0])
+           for name, rows in groups.items()}
+    if "low" in table.columns:
+        many = [table.columns.index(name) for name in ("gain", "low", "high")]
+        lines = {name: [(row[place], *(row[each] for each in many)) for row in rows]
+                 for name, rows in groups.items()}
+        drawn = _chart(lines, x, upto, at)
+        return drawn + [Text.assemble((f"● {name} " if name else "● ", LINES[number % len(LINES)]),
+                                      _pairs({key: value for key, value in figures(table, row).items()
+                                              if key != table.columns[0] or not named}, at.width - 12))
+                        for number, (name, row) in enumerate(now.items())]
+    if "twin" in table.columns:
+        lines = {name: [(row[place], row[table.columns.index(name)], None, None) for row in table.rows]
+                 for name in ("score", "twin")}
+        colours = dict(zip(lines, LINES, strict=False))
+        return [*_chart(lines, x, upto, at), _pairs(figures(table, now[""]), at.width, colours)]
+    return _courses(table, groups, now, place, at)
+
+
+def _courses(table: Table, groups: Mapping[str, Sequence[tuple[Any, ...]]],
+             now: Mapping[str, tuple[Any, ...]], place: int, at: Place) -> list[Text]:
+    """A sparkline for each name, of the first number; where lines have no name, for each number."""
+    wide, told = max(10, min(40, at.width - 50)), {name: figures(table, row) for name, row in now.items()}
+
+    def course(rows: Sequence[tuple[Any, ...]], column: int, marked: int) -> Text:
+        said = sparkline([row[column] for row in rows], wide)  # between the least and the most
+        drawn = Text(said.partition(" ")[2].rpartition(" ")[0], "cyan")
+        here = marked // (-(-len(rows) // wide))
+        drawn.stylize("reverse", here, here + 1)
+        return drawn
+
+    if place == 1:
+        lines = [[Text(name), *(Text(told[name][each]) for each in table.columns[2:]),
+                  course(rows, 2, rows.index(now[name]))] for name, rows in groups.items()]
+        return _columns([table.columns[0], *table.columns[2:], table.columns[2]], lines, at.width)
+    rows = groups[""]
+    lines = [[Text(name), Text(told[""][name]), course(rows, number, rows.index(now[""]))]
+             for number, name in enumerate(table.columns) if number]
+    return _columns([f"{table.columns[0]} {now[''][0]}", "", ""], lines, at.width)
+
+
+def _chart(lines: Mapping[str, Sequence[Point]], x_title: str, mark: int | None, at: Place) -> list[Text]:
+    """Lines and the ends of their intervals in braille, with the chosen moment marked."""
+    gutter, tall = 8, at.lines
+    wide = min(100, at.width - gutter - 1)
+    points = [point for line in lines.values() for point in line]
+    ys = [value for point in points for value in point[1:] if value is not None] or [0.0]
+    left, right, low, high = min(p[0] for p in points), max(p[0] for p in points), min(ys), max(ys)
+    bits: dict[tuple[int, int], tuple[int, str]] = {}
+
+    def across(x: float) -> int:
+        return round((2 * wide - 1) * (x - left) / ((right - left) or 1))
+
+    def dot(x: int, y: float, colour: str) -> None:
+        down = round((4 * tall - 1) * (high - y) / ((high - low) or 1))
+        old, _ = bits.get((down // 4, x // 2), (0, ""))
+        bits[down // 4, x // 2] = old | _DOTS[x % 2][down % 4], colour
+
+    for every, parts in ((3, (2, 3)), (1, (1,))):  # intervals first: a line lies over them
+        for number, line in enumerate(lines.values()):
+            for part in parts:
+                known = [(across(point[0]), y) for point in line if (y := point[part]) is not None]
+                for (x0, y0), (x1, y1) in zip(known, known[1:] + known[-1:], strict=True):
+                    for x in range(x0, max(x1, x0 + 1), every):
+                        dot(x, y0 + (y1 - y0) * (x - x0) / ((x1 - x0) or 1), LINES[number % len(LINES)])
+    chosen = None if mark is None else across(min(max(mark, left), right)) // 2
+    drawn = []
+    for row in range(tall):
+        label = f"{high:+.1f}" if row == 0 else f"{low:+.1f}" if row == tall - 1 and low < high else ""
+        drawn.append(Text(f"{label:>{gutter - 1}}│", "bright_black"))
+        for column in range(wide):
+            code, colour = bits.get((row, column), (0, ""))
+            drawn[-1].append(chr(0x2800 + code), f"{colour} on grey35" if column == chosen else colour)
+    ends = f"{x_title} {left}", f"{right}"
+    return [*drawn, Text(f"{'':>{gutter}}{ends[0]:<{wide - len(ends[1])}}{ends[1]}", "bright_black")]
+
+
+_RENDERERS: Mapping[str, Callable[[Table, Place], list[Text]]] = {
+    "text": _text, "line": _line, "bars": _bars, "table": _table, "tiles": _tiles, "network": _network}

@@ -1,0 +1,252 @@
+"""A run in the terminal: pages of panels and a slider through time, all by keys.
+
+Once a second the store is asked whether anything was written; what is on the screen is queried again then.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.containers import VerticalScroll
+from textual.events import Key, Resize
+from textual.widgets import Static
+
+from esper.karn.comparing import compare
+from esper.karn.drawn import COLOURS, Place, shown
+from esper.karn.panels import PAGES, Run, open_run
+from esper.leyline import EsperError
+
+TABS = (*PAGES, "compare")
+BY_EPOCH = ("population", "host", "rewards")  # where a step in time is an epoch; elsewhere it is a round
+POLL, CLOCK = 1.0, 10  # seconds between questions; questions after which ages are drawn again
+HELP = """\
+1 to {count}, tab        the pages
+left, right       back and on in time: an epoch on {by_epoch}, else a round
+shift+left/right  a round there, else ten rounds
+home, end         the first and the last moment
+l                 live: follow what is written
+up, down          choose a host, or on compare a run
+enter             open the chosen host or run
+pgup, pgdn        scroll
+?                 this help, and away again
+q                 leave
+
+Signed numbers are points above a host's twin, which does not grow. Intervals are of 95 %.
+A dash was not measured. A highlighted column is the chosen moment."""
+
+
+class Watch(App[None]):
+    """A viewer of one store; `others` finds stores to compare it with."""
+
+    CSS = """
+    Screen { layout: vertical; }
+    #head, #tabs, #time, #foot { height: 1; padding: 0 1; }
+    #head { background: $panel; }
+    VerticalScroll { height: 1fr; padding: 1 1 0 1; scrollbar-size-vertical: 1; }
+    """
+    ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = None
+    def __init__(self, store: Path, others: Callable[[], Iterable[Path]] = tuple,
+                 clock: Callable[[], float] = time.time) -> None:
+        super().__init__()
+        self.store, self.others, self.clock = store, others, clock
+        self.seen: Run | None = None
+        self.identity = 0, 0
+        self.page = self.before = TABS[0]
+        self.moment: tuple[int, int] | None = None  # round and epoch; None follows the run
+        self.row = self.picked = self.asked = 0
+        self.state = ""
+        self.keys: dict[str, Callable[[], object]] = {
+            **{str(number): partial(self.turn, page) for number, page in enumerate(TABS, 1)},
+            "tab": lambda: self.turn(TABS[(TABS.index(self.page) + 1) % len(TABS)]),
+            "shift+tab": lambda: self.turn(TABS[TABS.index(self.page) - 1]),
+            "left": lambda: self.step(-1), "shift+left": lambda: self.step(-1, far=True),
+            "right": lambda: self.step(1), "shift+right": lambda: self.step(1, far=True),
+            "home": lambda: self.jump(False), "end": lambda: self.jump(True), "l": lambda: self.jump(None),
+            "up": lambda: self.choose(-1), "down": lambda: self.choose(1), "enter": self.enter,
+            "pageup": lambda: self.query_one(VerticalScroll).scroll_page_up(animate=False),
+            "pagedown": lambda: self.query_one(VerticalScroll).scroll_page_down(animate=False),
+            "question_mark": lambda: self.turn("help" if self.page != "help" else self.before),
+            "q": self.exit}
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head")
+        yield Static(id="tabs")
+        with VerticalScroll(can_focus=False):
+            yield Static(id="page")
+        yield Static(id="time")
+        yield Static(id="foot")
+
+    def on_mount(self) -> None:
+        self.set_interval(POLL, partial(self._attempt, self.poll))
+
+    def on_resize(self, event: Resize) -> None:
+        self._attempt(self.look)
+
+    def on_unmount(self) -> None:
+        self._close()
+
+    def on_key(self, event: Key) -> None:
+        if event.key in self.keys:
+            event.prevent_default().stop()
+            self._attempt(self.keys[event.key])
+
+    def _attempt(self, what: Callable[[], object]) -> None:
+        """What cannot be read is said in one line; what was drawn before stays."""
+        try:
+            what()
+        except EsperError as error:
+            self._say("foot", Text(str(error), "bold red"))
+
+    def poll(self) -> None:
+        """Draw again if anything was written, if the trainer came or went, and now and then for the clock."""
+        known, run = self.seen, self._current()
+        self.asked += 1
+        if run.changed() or run is not known or run.state() != self.state or self.asked % CLOCK == 0:
+            self.look()
+
+    def _current(self) -> Run:
+        """The store as it lies there now: it may have been replaced."""
+        try:
+            found = os.stat(self.store)
+        except OSError:
+            self._close()
+            raise EsperError(f"there is no run store {self.store}; it is shown once it is there") from None
+        if self.seen is None or self.identity != (found.st_dev, found.st_ino):
+            self._close()
+            self.seen, self.identity = open_run(self.store, self.clock), (found.st_dev, found.st_ino)
+        return self.seen
+
+    def _close(self) -> None:
+        if self.seen is not None:
+            self.seen.connection.close()
+        self.seen = None
+
+    def turn(self, page: str) -> None:
+        """To another page, from its top."""
+        self.before, self.page = self.page, page
+        self.query_one(VerticalScroll).scroll_home(animate=False)
+        self.look()
+
+    def step(self, by: int, far: bool = False) -> None:
+        """Through time; epochs go on in the next round."""
+        run = self._current()
+        if (span := run.extent().rounds) is None:
+            return
+        number, epoch = self.moment or (span[1], run.extent().epochs)
+        if self.page not in BY_EPOCH or far:
+            number += by * (10 if far and self.page not in BY_EPOCH else 1)
+        elif epoch + by < 1:
+            number, epoch = number - 1, run.extent(number - 1).epochs
+        elif epoch + by > run.extent(number).epochs:
+            number, epoch = number + 1, 1
+        else:
+            epoch += by
+        if not span[0] <= number <= span[1]:
+            return self.jump(by > 0)
+        self.moment = number, min(epoch, run.extent(number).epochs)
+        self.look()
+
+    def jump(self, end: bool | None) -> None:
+        """To the first moment or the last; None follows the run."""
+        run = self._current()
+        span = run.extent().rounds
+        if end is None or span is None:
+            self.moment = None
+        else:
+            self.moment = (span[1], run.extent().epochs) if end else (span[0], 1)
+        self.look()
+
+    def choose(self, by: int) -> None:
+        """Another host, or on `compare` another run."""
+        if self.page == "compare":
+            self.picked = min(max(self.picked + by, 0), len(self._stores()) - 1)
+        elif self.page in ("population", "host"):
+            rows = self._current().extent(self.moment and self.moment[0]).rows
+            place = rows.index(self.row) if self.row in rows else 0
+            self.row = rows[min(max(place + by, 0), len(rows) - 1)] if rows else 0
+        else:
+            self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+        self.look()
+
+    def enter(self) -> None:
+        """Open what is chosen."""
+        if self.page == "compare":
+            self.store, self.picked, self.moment = self._stores()[self.picked], 0, None
+            self.turn(TABS[0])
+        elif self.page == "population":
+            self.turn("host")
+
+    def _stores(self) -> list[Path]:
+        return [self.store, *(path for path in self.others() if path != self.store)]
+
+    def look(self) -> None:
+        """Ask for what is on the page, and draw it."""
+        run = self._current()
+        self.state = run.state()
+        extent = run.extent(self.moment and self.moment[0])
+        self.row = self.row if self.row in extent.rows or not extent.rows else extent.rows[0]
+        at = Place(self.size.width - 4, extent.round, self.moment[1] if self.moment else extent.epochs,
+                   self.row, self.picked, extent.slots, min(10, max(3, self.size.height // 5 - 1)))
+        if self.page == "help":
+            told = HELP.format(count=len(TABS), by_epoch=", ".join(BY_EPOCH))
+            self._say("page", Text(told))
+        elif self.page == "compare":
+            self._compare(at)
+        elif extent.round is None and not any(run.panel(name).rows for name in PAGES[self.page]):
+            self._say("page", Text("nothing is written yet"))
+        else:
+            chosen = {} if extent.round is None or at.epoch is None else {
+                "round": extent.round, "epoch": at.epoch, "row": self.row}
+            self._say("page", shown([run.panel(name, **chosen) for name in PAGES[self.page]], at))
+        self._frame(run, at)
+
+    def _compare(self, at: Place) -> None:
+        with ExitStack() as stack:
+            runs, lost = [], []
+            for path in self._stores():
+                try:
+                    runs.append(stack.enter_context(open_run(path, self.clock)))
+                except EsperError as error:
+                    lost.append(Text(str(error), "red"))
+            self._say("page", Group(shown([compare(runs)], at), *lost))
+
+    def _frame(self, run: Run, at: Place) -> None:
+        """The lines around the page: what is watched, the pages, the time, what is wrong."""
+        (_, _, done, planned, *_), = run.panel("state").rows
+        far = f"{done} rounds" if planned is None else f"{done} of {planned} rounds"
+        head = Text.assemble((f"{run.name}  ", "bold"), (self.state, COLOURS[self.state]), f"  {far}")
+        opened = [row for row in run.panel("incidents").rows if row[3] is None]
+        for kind, what, since, *_ in opened:
+            head.append(f"  ! {kind} {what} since round {since}", "bold red")
+        self._say("head", head)
+        self._say("tabs", Text("  ").join(
+            Text(f"{number} {page}", "reverse bold" if page == self.page else "")
+            for number, page in enumerate(TABS, 1)))
+        self._say("time", self._slider(run, at))
+        stopped = f"the trainer has stopped after {far}; esper train --out {run.path.parent} --resume goes on"
+        keys = "left right time   up down choose   enter open   l live   ? help   q leave"
+        self._say("foot", Text(stopped, "yellow") if self.state == "stopped" else Text(keys, "bright_black"))
+
+    def _slider(self, run: Run, at: Place) -> Text:
+        extent = run.extent(at.round)
+        if extent.rounds is None or at.round is None or at.epoch is None:
+            return Text("no round is written yet", "bright_black")
+        first, last = extent.rounds
+        told = f"round {at.round} of {first} to {last}  epoch {at.epoch} of {extent.epochs}"
+        told += f"  host {at.row}" if self.page in ("population", "host") else ""
+        wide = max(5, self.size.width - len(told) - 12)
+        part = (at.round - first + at.epoch / max(extent.epochs, 1)) / (last - first + 1)
+        knob = min(wide - 1, int(part * wide))
+        live = (" live", "bold green") if self.moment is None else (" then", "yellow")
+        return Text.assemble(f"{told}  ", ("━" * knob, "cyan"), ("●", "bold"),
+                             ("─" * (wide - 1 - knob), "bright_black"), live)
+
+    def _say(self, where: str, what: RenderableType) -> None:
+        self.query_one(f"#{where}", Static).update(what)
