@@ -1,6 +1,7 @@
 """Panels in a terminal: one function for each kind of renderer, from a `Table` to rich text."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -12,14 +13,15 @@ from esper.karn.panels import UNITS, Table
 from esper.leyline import SeedStage
 
 WIDE = 120  # columns of a terminal that has place for two panels beside each other
-TILE = 19
+TILE = 18
+DIM = "grey62"
 LINES = ("cyan", "magenta", "yellow", "green", "blue", "red", "white")
 STAGES: Mapping[str, tuple[str, str]] = {
-    SeedStage.DORMANT.name: ("·", "bright_black"), SeedStage.GERMINATED.name: ("g", "cyan"),
+    SeedStage.DORMANT.name: ("·", DIM), SeedStage.GERMINATED.name: ("g", "cyan"),
     SeedStage.TRAINING.name: ("T", "bright_blue"), SeedStage.BLENDING.name: ("B", "yellow"),
     SeedStage.HOLDING.name: ("H", "magenta"), SeedStage.FOSSILIZED.name: ("F", "green"),
-    SeedStage.PRUNED.name: ("x", "red"), SeedStage.EMBARGOED.name: ("e", "bright_black"),
-    SeedStage.RESETTING.name: ("r", "bright_black")}
+    SeedStage.PRUNED.name: ("x", "red"), SeedStage.EMBARGOED.name: ("e", DIM),
+    SeedStage.RESETTING.name: ("r", DIM)}
 """stage -> its letter and colour."""
 COLOURS = {"running": "green", "finished": "cyan", "stopped": "yellow", "better": "green", "worse": "red",
            "kept": "green", "pruned": "red", "GERMINATE": "bright_blue", "FOSSILIZE": "green", "PRUNE": "red",
@@ -78,12 +80,11 @@ def figures(table: Table, row: Sequence[Any]) -> dict[str, str]:
 def draw(table: Table, at: Place) -> Text:
     """The question, and its answer as wide as there is place."""
     head = Text(table.question, "bold")
-    carried = {*_SAID} - {"points"} | {unit for name, unit in table.units.items() if name == "rate"}
-    for unit in dict.fromkeys(table.units.values()):
-        if unit not in carried:
-            head.append(f" [{unit}]", "not bold bright_black")
+    for unit in ("points", "nats"):  # other units stand behind their numbers
+        if unit in table.units.values() and head.cell_len % at.width + len(unit) + 3 < at.width:
+            head.append(f" [{unit}]", f"not bold {DIM}")
     if not table.rows:
-        return Text.assemble(head, ("\nnothing to show", "bright_black"))
+        return Text.assemble(head, ("\nnothing to show", DIM))
     return Text("\n").join([head, *_RENDERERS[table.renderer](table, at)])
 
 
@@ -112,11 +113,12 @@ def _pairs(told: Mapping[str, str], width: int, colours: Mapping[str, str] | Non
     """name value  name value, in lines; what was not measured is left out."""
     lines = [Text()]
     for name, value in told.items():
-        pair = Text.assemble((name, (colours or {}).get(name, "bright_black")), " ", _word(value), "  ")
+        if value in ("", "-"):
+            continue
+        pair = Text.assemble((name, (colours or {}).get(name, DIM)), " ", _word(value), "  ")
         if lines[-1] and lines[-1].cell_len + pair.cell_len > width + 2:
             lines.append(Text())
-        if value != "-":
-            lines[-1].append_text(pair)
+        lines[-1].append_text(pair)
     return Text("\n").join(lines)
 
 
@@ -132,7 +134,7 @@ def _text(table: Table, at: Place) -> list[Text]:
 
 def _columns(header: Sequence[str], rows: Iterable[Sequence[Text]], width: int) -> list[Text]:
     """Text in columns; what does not fit stands below its row, with its name."""
-    found = [[Text(name, "bright_black") for name in header], *rows]
+    found = [[Text(name, DIM) for name in header], *rows]
     widths = [max(cell.cell_len for cell in column) for column in zip(*found, strict=True)]
     fits = sum(sum(widths[:count]) + 2 * count <= width + 2 for count in range(1, len(widths) + 1))
     lines = []
@@ -144,7 +146,7 @@ def _columns(header: Sequence[str], rows: Iterable[Sequence[Text]], width: int) 
         lines.append(line)
         if number and fits < len(header):
             below = {name: cell.plain for name, cell in zip(header[fits:], row[fits:], strict=True)}
-            lines.append(Text("      ") + Text("\n      ").join(_pairs(below, width - 6).split()))
+            lines += [Text("      ") + line for line in _pairs(below, width - 6).split() if line]
     return lines
 
 
@@ -155,9 +157,10 @@ def _table(table: Table, at: Place) -> list[Text]:
         if told.get("slot", "-") != "-" and at.slots:
             told["slot"] = at.slots[int(told["slot"])]
         here = {"epoch": row[0] == at.epoch, "run": number == at.run}.get(table.columns[0])
-        first, *rest = (_word(value, "bold" if here else "") for value in told.values())
-        mark = Text("" if here is None else "▸ " if here else "  ", "cyan")
-        rows.append([mark + first, *rest])
+        style = "bold" if here else "red" if told.get("closed") == "-" else ""
+        first, *rest = (_word(value, style) for value in told.values())
+        mark = "" if here is None else "▸ " if here else "  "
+        rows.append([Text.assemble((mark, "cyan"), first), *rest])
     return _columns(list(told), rows, at.width)
 
 
@@ -170,32 +173,31 @@ def _bars(table: Table, at: Place) -> list[Text]:
 
 
 def _tiles(table: Table, at: Place) -> list[Text]:
-    across = max(1, at.width // (TILE + 1))
+    across = max(1, (at.width + 1) // (TILE + 1))
     tiles = [_tile(dict(zip(table.columns, row, strict=True)), figures(table, row), at) for row in table.rows]
     lines = []
     for start in range(0, len(tiles), across):
         lines += [Text(" ").join(part) for part in zip(*tiles[start:start + across], strict=True)] + [Text()]
-    legend = (part for stage, (letter, colour) in STAGES.items() for part in
-              ((letter, colour), f"\N{NO-BREAK SPACE}{stage.lower()}  "))
-    return [*lines, Text.assemble(*legend, ("⟲", "red"), " rolled back")]
+    legend = {letter: stage.lower() for stage, (letter, _) in STAGES.items()} | {"↺": "rolled back"}
+    return [*lines, _pairs(legend, at.width, dict(STAGES.values()) | {"↺": "red"})]
 
 
 def _tile(host: Mapping[str, Any], told: Mapping[str, str], at: Place) -> tuple[Text, Text]:
     """Two lines: row, score and gain; the stage of every slot and the last decision."""
-    back = f"⟲{host['rollbacks']}" if host["rollbacks"] else ""
-    colour = "bright_black" if not host["gain"] else "green" if host["gain"] > 0 else "red"
+    back = f"↺{host['rollbacks']}" if host["rollbacks"] else ""
+    colour = DIM if not host["gain"] else "green" if host["gain"] > 0 else "red"
     name, numbers = f"{host['row']}", f"{told['score']} {told['gain']}"
     first = Text.assemble((name, "bold"), " " * (TILE - 1 - len(name) - len(numbers)), (numbers, colour))
     slots = Text.assemble(*(STAGES[stage] for stage in host["stages"]))
     slots.truncate(max(2, TILE - 11), overflow="ellipsis")
     op = Text.assemble((f"{back} " if back else "", "red"), _word((host["op"] or "")[:9]))
     second = Text.assemble(slots, " " * (TILE - 1 - slots.cell_len - op.cell_len), op)
-    edge = ("▌", "cyan" if host["row"] == at.row else colour)
+    edge = ("▸" if host["row"] == at.row else "▌", colour)
     lines = Text.assemble(edge, first), Text.assemble(edge, second)
     for line in lines:
         line.truncate(TILE, pad=True)
         if host["row"] == at.row:
-            line.stylize("reverse")
+            line.stylize("bold on grey35")
     return lines
 
 
@@ -219,10 +221,10 @@ def _network(table: Table, at: Place) -> list[Text]:
                      Text.assemble((bar(cells[last, slot][4] or 0.0, 5), "cyan"), f" {told['alpha']}"),
                      Text("-" if told[worth] == "-" else f"{worth} {told[worth]}{doubt}")]
         else:
-            cell += [Text("-", "bright_black"), _word(empty), Text("-"), Text("-")]
+            cell += [Text("-", DIM), _word(empty), Text("-"), Text("-")]
         lines.append(cell)
     head = ["● in", f"to epoch {last}", "seed", "stage", "alpha", "worth"]
-    return [*_columns(head, lines, at.width), Text("● out", "bright_black")]
+    return [*_columns(head, lines, at.width), Text("● out", DIM)]
 
 
 def _line(table: Table, at: Place) -> list[Text]:
@@ -302,13 +304,14 @@ def _chart(lines: Mapping[str, Sequence[Point]], x_title: str, mark: int | None,
     chosen = None if mark is None else across(min(max(mark, left), right)) // 2
     drawn = []
     for row in range(tall):
-        label = f"{high:+.1f}" if row == 0 else f"{low:+.1f}" if row == tall - 1 and low < high else ""
-        drawn.append(Text(f"{label:>{gutter - 1}}│", "bright_black"))
-        for column in range(wide):
-            code, colour = bits.get((row, column), (0, ""))
-            drawn[-1].append(chr(0x2800 + code), f"{colour} on grey35" if column == chosen else colour)
+        label = f"{high:.1f}" if row == 0 else f"{low:.1f}" if row == tall - 1 and low < high else ""
+        drawn.append(Text(f"{label:>{gutter - 1}}│", DIM))
+        cells = [(f"{colour} on grey35" if column == chosen else colour, chr(0x2800 + code) if code else " ")
+                 for column in range(wide) for code, colour in (bits.get((row, column), (0, "")),)]
+        for style, part in groupby(cells, key=lambda cell: cell[0]):
+            drawn[-1].append("".join(letter for _, letter in part), style)
     ends = f"{x_title} {left}", f"{right}"
-    return [*drawn, Text(f"{'':>{gutter}}{ends[0]:<{wide - len(ends[1])}}{ends[1]}", "bright_black")]
+    return [*drawn, Text(f"{'':>{gutter}}{ends[0]:<{wide - len(ends[1])}}{ends[1]}", DIM)]
 
 
 _RENDERERS: Mapping[str, Callable[[Table, Place], list[Text]]] = {

@@ -18,7 +18,7 @@ from textual.events import Key, Resize
 from textual.widgets import Static
 
 from esper.karn.comparing import compare
-from esper.karn.drawn import COLOURS, Place, shown
+from esper.karn.drawn import COLOURS, DIM, Place, shown
 from esper.karn.panels import PAGES, Run, open_run
 from esper.leyline import EsperError
 
@@ -46,9 +46,11 @@ class Watch(App[None]):
 
     CSS = """
     Screen { layout: vertical; }
-    #head, #tabs, #time, #foot { height: 1; padding: 0 1; }
+    Static { padding: 0 1; }
+    #head, #tabs, #time { height: 1; }
     #head { background: $panel; }
-    VerticalScroll { height: 1fr; padding: 1 1 0 1; scrollbar-size-vertical: 1; }
+    #foot { height: auto; max-height: 3; }
+    VerticalScroll { height: 1fr; scrollbar-size-vertical: 1; }
     """
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None
@@ -230,14 +232,14 @@ class Watch(App[None]):
             Text(f"{number} {page}", "reverse bold" if page == self.page else "")
             for number, page in enumerate(TABS, 1)))
         self._say("time", self._slider(run, at))
-        stopped = f"the trainer has stopped after {far}; esper train --out {run.path.parent} --resume goes on"
+        stopped = f"nobody trains this run any more; esper train --out {run.path.parent} --resume goes on"
         keys = "left right time   up down choose   enter open   l live   ? help   q leave"
-        self._say("foot", Text(stopped, "yellow") if self.state == "stopped" else Text(keys, "bright_black"))
+        self._say("foot", Text(stopped, "yellow") if self.state == "stopped" else Text(keys, DIM))
 
     def _slider(self, run: Run, at: Place) -> Text:
         extent = run.extent(at.round)
         if extent.rounds is None or at.round is None or at.epoch is None:
-            return Text("no round is written yet", "bright_black")
+            return Text("no round is written yet", DIM)
         first, last = extent.rounds
         told = f"round {at.round} of {first} to {last}  epoch {at.epoch} of {extent.epochs}"
         told += f"  host {at.row}" if self.page in ("population", "host") else ""
@@ -246,7 +248,7 @@ class Watch(App[None]):
         knob = min(wide - 1, int(part * wide))
         live = (" live", "bold green") if self.moment is None else (" then", "yellow")
         return Text.assemble(f"{told}  ", ("━" * knob, "cyan"), ("●", "bold"),
-                             ("─" * (wide - 1 - knob), "bright_black"), live)
+                             ("─" * (wide - 1 - knob), DIM), live)
 
     def _say(self, where: str, what: RenderableType) -> None:
         self.query_one(f"#{where}", Static).update(what)
