@@ -114,7 +114,7 @@ class Run:
             raise EsperError(f"cannot read the run store {self.path}: {error}") from error
 
     def _version(self) -> int:
-        return int(self.connection.execute("PRAGMA data_version").fetchone()[0])
+        return int(self.rows("PRAGMA data_version")[0][0])
 
     def changed(self) -> bool:
         """Was anything written since this was last asked?"""
