@@ -203,27 +203,20 @@ def _tile(host: Mapping[str, Any], told: Mapping[str, str], at: Place) -> tuple[
 
 def _network(table: Table, at: Place) -> list[Text]:
     """Slots in the order of the network, with their stages up to the chosen epoch and what they hold then."""
-    cells = {(row[0], row[1]): row for row in table.rows}
+    cells = {row[:2]: row for row in table.rows}
     last = at.epoch or max(row[0] for row in table.rows)
-    count = max(len(at.slots), 1 + max(row[1] for row in table.rows))
-    empty = SeedStage.DORMANT.name
+    names = at.slots or [str(slot) for slot in range(1 + max(row[1] for row in table.rows))]
     lines = []
-    for slot in range(count):
-        past = (STAGES[cells[epoch, slot][2] if (epoch, slot) in cells else empty]
-                for epoch in range(1, last + 1))
-        name = at.slots[slot] if slot < len(at.slots) else str(slot)
-        cell = [Text.assemble(("├─◆ ", "cyan"), (name, "bold")), Text.assemble(*past)]
-        if (last, slot) in cells:
-            told = figures(table, cells[last, slot])
-            worth = "contribution" if told["contribution"] != "-" else "preview"
-            doubt = "" if told["error"] == "-" else f" ± {told['error'][1:]}"
-            cell += [Text(told["blueprint"]), _word(told["stage"]),
-                     Text.assemble((bar(cells[last, slot][4] or 0.0, 5), "cyan"), f" {told['alpha']}"),
-                     Text("-" if told[worth] == "-" else f"{worth} {told[worth]}{doubt}")]
-        else:
-            cell += [Text("-", DIM), _word(empty), Text("-"), Text("-")]
-        lines.append(cell)
-    head = ["● in", f"to epoch {last}", "seed", "stage", "alpha", "worth"]
+    for slot, name in enumerate(names):
+        none = (last, slot, SeedStage.DORMANT.name, *[None] * 5)
+        now = cells.get((last, slot), none)
+        told, (_, colour) = figures(table, now), STAGES[now[2]]
+        past = (STAGES[cells.get((epoch, slot), none)[2]] for epoch in range(1, last + 1))
+        knot = "◆" if now[4] else "◇" if now[3] is None else "◈"
+        doubt = {each: f" ± {told['error'][1:]}" for each in ("contribution", "preview") if told[each] != "-"}
+        lines.append([Text.assemble("├─", (f"{knot} ", colour), (name, "bold")), Text.assemble(*past),
+                      *(_word(told[each] + doubt.get(each, "")) for each in table.columns[2:7])])
+    head = ["● in", f"to epoch {last}", *table.columns[2:7]]
     return [*_columns(head, lines, at.width), Text("● out", DIM)]
 
 

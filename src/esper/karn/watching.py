@@ -221,8 +221,8 @@ class Watch(App[None]):
 
     def _frame(self, run: Run, at: Place) -> None:
         """The lines around the page: what is watched, the pages, the time, what is wrong."""
-        (_, _, done, planned, *_), = run.panel("state").rows
-        far = f"{done} rounds" if planned is None else f"{done} of {planned} rounds"
+        span, planned = run.extent().rounds, run.facts().get("rounds")
+        far = f"{span[1] + 1 if span else 0}{f' of {planned}' if planned else ''} rounds"
         head = Text.assemble((f"{run.name}  ", "bold"), (self.state, COLOURS[self.state]), f"  {far}")
         opened = [row for row in run.panel("incidents").rows if row[3] is None]
         for kind, what, since, *_ in opened:
