@@ -1,7 +1,7 @@
 """Panels in a terminal: one function for each kind of renderer, from a `Table` to rich text."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -9,19 +9,15 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from esper.karn.live import bar, sparkline
-from esper.karn.panels import UNITS, Table
+from esper.karn.panels import UNITS, Rows, Table
 from esper.leyline import SeedStage
 
 WIDE = 120  # columns of a terminal that has place for two panels beside each other
 TILE = 18
 DIM = "grey62"
 LINES = ("cyan", "magenta", "yellow", "green", "blue", "red", "white")
-STAGES: Mapping[str, tuple[str, str]] = {
-    SeedStage.DORMANT.name: ("·", DIM), SeedStage.GERMINATED.name: ("g", "cyan"),
-    SeedStage.TRAINING.name: ("T", "bright_blue"), SeedStage.BLENDING.name: ("B", "yellow"),
-    SeedStage.HOLDING.name: ("H", "magenta"), SeedStage.FOSSILIZED.name: ("F", "green"),
-    SeedStage.PRUNED.name: ("x", "red"), SeedStage.EMBARGOED.name: ("e", DIM),
-    SeedStage.RESETTING.name: ("r", DIM)}
+_LOOKS = zip("·gTBHFxer", (DIM, "cyan", "bright_blue", "yellow", "magenta", "green", "red", DIM, DIM), strict=True)
+STAGES = {stage.name: look for stage, look in zip(SeedStage, _LOOKS, strict=True)}
 """stage -> its letter and colour."""
 COLOURS = {"running": "green", "finished": "cyan", "stopped": "yellow", "better": "green", "worse": "red",
            "kept": "green", "pruned": "red", "GERMINATE": "bright_blue", "FOSSILIZE": "green", "PRUNE": "red",
@@ -41,8 +37,7 @@ class Place(NamedTuple):
     row: int | None = None
     run: int | None = None
     slots: Sequence[str] = ()
-    lines: int = 4
-    """Of a chart."""
+    lines: int = 4  # of a chart
 
 
 def said(value: Any) -> str:
@@ -89,20 +84,14 @@ def draw(table: Table, at: Place) -> Text:
 
 
 def shown(tables: Sequence[Table], at: Place) -> RenderableType:
-    """A page: panels below each other, or in two columns where there is place."""
-    aside = [table for table in tables if table.renderer in ("table", "bars")]
-    beside = [table for table in tables if table not in aside]
-    if at.width < WIDE or not aside or not beside:
-        return Group(*_stacked(tables, at))
-    page, half = Grid.grid(padding=(0, 4, 0, 0)), at._replace(width=at.width // 2 - 4)
-    for _ in range(2):
-        page.add_column(width=half.width)
-    page.add_row(Group(*_stacked(beside, half)), Group(*_stacked(aside, half)))
+    """A page: panels below each other, or those of two kinds beside each other where there is place."""
+    sides = [[table for table in tables if (table.renderer in ("table", "bars")) == side]
+             for side in (False, True)]
+    if at.width < WIDE or not all(sides):
+        return Group(*(Text.assemble(draw(table, at), "\n") for table in tables))
+    half, page = at._replace(width=at.width // 2 - 2), Grid.grid(padding=(0, 2, 0, 0), expand=True)
+    page.add_row(*(shown(side, half) for side in sides))
     return page
-
-
-def _stacked(tables: Sequence[Table], at: Place) -> list[Text]:
-    return [Text.assemble(draw(table, at), "\n") for table in tables]
 
 
 def _word(text: str, style: str = "") -> Text:
@@ -165,39 +154,40 @@ def _table(table: Table, at: Place) -> list[Text]:
 
 
 def _bars(table: Table, at: Place) -> list[Text]:
-    most = max(max(value or 0 for value in row[1:2]) for row in table.rows) or 1
-    wide = max(10, min(30, at.width - 50))
-    rows = [[Text(str(row[0])), Text(bar((row[1] or 0) / most, wide), "cyan"),
-             *(Text(value) for value in list(figures(table, row).values())[1:])] for row in table.rows]
+    most, wide = max(row[1] for row in table.rows) or 1, max(10, min(30, at.width - 50))
+    rows = [[Text(row[0]), Text(bar(row[1] / most, wide), "cyan"),
+             *map(Text, list(figures(table, row).values())[1:])] for row in table.rows]
     return _columns([table.columns[0], "", *table.columns[1:]], rows, at.width)
 
 
+def tiles_across(width: int) -> int:
+    """How many tiles stand in a line."""
+    return max(1, (width + 1) // (TILE + 1))
+
+
 def _tiles(table: Table, at: Place) -> list[Text]:
-    across = max(1, (at.width + 1) // (TILE + 1))
+    across, lines = tiles_across(at.width), []
     tiles = [_tile(dict(zip(table.columns, row, strict=True)), figures(table, row), at) for row in table.rows]
-    lines = []
     for start in range(0, len(tiles), across):
         lines += [Text(" ").join(part) for part in zip(*tiles[start:start + across], strict=True)] + [Text()]
     legend = {letter: stage.lower() for stage, (letter, _) in STAGES.items()} | {"↺": "rolled back"}
     return [*lines, _pairs(legend, at.width, dict(STAGES.values()) | {"↺": "red"})]
 
 
-def _tile(host: Mapping[str, Any], told: Mapping[str, str], at: Place) -> tuple[Text, Text]:
-    """Two lines: row, score and gain; the stage of every slot and the last decision."""
-    back = f"↺{host['rollbacks']}" if host["rollbacks"] else ""
+def _tile(host: Mapping[str, Any], told: Mapping[str, str], at: Place) -> list[Text]:
+    """Two lines: row, score and gain; the stage of every slot, rollbacks and the last decision."""
     colour = DIM if not host["gain"] else "green" if host["gain"] > 0 else "red"
-    name, numbers = f"{host['row']}", f"{told['score']} {told['gain']}"
-    first = Text.assemble((name, "bold"), " " * (TILE - 1 - len(name) - len(numbers)), (numbers, colour))
     slots = Text.assemble(*(STAGES[stage] for stage in host["stages"]))
-    slots.truncate(max(2, TILE - 11), overflow="ellipsis")
-    op = Text.assemble((f"{back} " if back else "", "red"), _word((host["op"] or "")[:9]))
-    second = Text.assemble(slots, " " * (TILE - 1 - slots.cell_len - op.cell_len), op)
-    edge = ("▸" if host["row"] == at.row else "▌", colour)
-    lines = Text.assemble(edge, first), Text.assemble(edge, second)
-    for line in lines:
-        line.truncate(TILE, pad=True)
-        if host["row"] == at.row:
-            line.stylize("bold on grey35")
+    slots.truncate(TILE - 11, overflow="ellipsis")
+    back = f"↺{host['rollbacks']} " if host["rollbacks"] else ""
+    halves = ((Text(told["row"], "bold"), Text(f"{told['score']} {told['gain']}", colour)),
+              (slots, Text.assemble((back, "red"), _word(told["op"][:9]))))
+    lines = []
+    for left, right in halves:
+        edge = ("▸" if host["row"] == at.row else "▌", colour)
+        lines.append(Text.assemble(edge, left, " " * (TILE - 1 - left.cell_len - right.cell_len), right))
+        lines[-1].truncate(TILE, pad=True)
+        lines[-1].stylize("bold on grey35" if host["row"] == at.row else "")
     return lines
 
 
@@ -221,39 +211,40 @@ def _network(table: Table, at: Place) -> list[Text]:
 
 
 def _line(table: Table, at: Place) -> list[Text]:
-    x = next(name for name in ("round", "epoch") if name in table.columns)
-    place, named = table.columns.index(x), table.columns.index(x) == 1
-    upto = at.epoch if x == "epoch" else at.round
+    x = "round" if "round" in table.columns else "epoch"
+    place, upto = table.columns.index(x), at.round if x == "round" else at.epoch
     if upto is not None and table.columns[0] == "policy":  # examined after so many rounds
         upto += 1
-    groups: dict[str, list[tuple[Any, ...]]] = {}
+    groups: dict[str, Rows] = {}
     for row in table.rows:
-        groups.setdefault(row[0] if named else "", []).append(row)
+        groups.setdefault(row[0] if place else "", []).append(row)
     now = {name: next((row for row in reversed(rows) if upto is None or row[place] <= upto), rows[0])
            for name, rows in groups.items()}
-    if "low" in table.columns:
-        many = [table.columns.index(name) for name in ("gain", "low", "high")]
-        lines = {name: [(row[place], *(row[each] for each in many)) for row in rows]
-                 for name, rows in groups.items()}
-        drawn = _chart(lines, x, upto, at)
-        return drawn + [Text.assemble((f"● {name} " if name else "● ", LINES[number % len(LINES)]),
-                                      _pairs({key: value for key, value in figures(table, row).items()
-                                              if key != table.columns[0] or not named}, at.width - 12))
-                        for number, (name, row) in enumerate(now.items())]
+
+    def points(rows: Rows, *names: str) -> list[Point]:
+        y, low, high = ([row[table.columns.index(name)] for row in rows] if name else [None] * len(rows)
+                        for name in names)
+        return list(zip((row[place] for row in rows), y, low, high, strict=True))
+
     if "twin" in table.columns:
-        lines = {name: [(row[place], row[table.columns.index(name)], None, None) for row in table.rows]
-                 for name in ("score", "twin")}
+        lines = {name: points(table.rows, name, "", "") for name in ("score", "twin")}
         colours = dict(zip(lines, LINES, strict=False))
         return [*_chart(lines, x, upto, at), _pairs(figures(table, now[""]), at.width, colours)]
-    return _courses(table, groups, now, place, at)
+    if "low" not in table.columns:
+        return _courses(table, groups, now, place, at)
+    drawn = _chart({name: points(rows, "gain", "low", "high") for name, rows in groups.items()}, x, upto, at)
+    for colour, (name, row) in zip(itertools.cycle(LINES), now.items(), strict=False):
+        told = dict(list(figures(table, row).items())[place:])
+        drawn.append(Text.assemble((f"● {name}".ljust(2), colour), " " * place, _pairs(told, at.width - 12)))
+    return drawn
 
 
-def _courses(table: Table, groups: Mapping[str, Sequence[tuple[Any, ...]]],
-             now: Mapping[str, tuple[Any, ...]], place: int, at: Place) -> list[Text]:
+def _courses(table: Table, groups: Mapping[str, Rows], now: Mapping[str, tuple[Any, ...]], place: int,
+             at: Place) -> list[Text]:
     """A sparkline for each name, of the first number; where lines have no name, for each number."""
     wide, told = max(10, min(40, at.width - 50)), {name: figures(table, row) for name, row in now.items()}
 
-    def course(rows: Sequence[tuple[Any, ...]], column: int, marked: int) -> Text:
+    def course(rows: Rows, column: int, marked: int) -> Text:
         said = sparkline([row[column] for row in rows], wide)  # between the least and the most
         drawn = Text(said.partition(" ")[2].rpartition(" ")[0], "cyan")
         here = marked // (-(-len(rows) // wide))
@@ -287,13 +278,12 @@ def _chart(lines: Mapping[str, Sequence[Point]], x_title: str, mark: int | None,
         old, _ = bits.get((down // 4, x // 2), (0, ""))
         bits[down // 4, x // 2] = old | _DOTS[x % 2][down % 4], colour
 
-    for every, parts in ((3, (2, 3)), (1, (1,))):  # intervals first: a line lies over them
-        for number, line in enumerate(lines.values()):
-            for part in parts:
-                known = [(across(point[0]), y) for point in line if (y := point[part]) is not None]
-                for (x0, y0), (x1, y1) in zip(known, known[1:] + known[-1:], strict=True):
-                    for x in range(x0, max(x1, x0 + 1), every):
-                        dot(x, y0 + (y1 - y0) * (x - x0) / ((x1 - x0) or 1), LINES[number % len(LINES)])
+    for every, part in ((3, 2), (3, 3), (1, 1)):  # intervals first: a line lies over them
+        for colour, line in zip(itertools.cycle(LINES), lines.values(), strict=False):
+            known = [(across(point[0]), y) for point in line if (y := point[part]) is not None]
+            for (x0, y0), (x1, y1) in zip(known, known[1:] + known[-1:], strict=True):
+                for x in range(x0, max(x1, x0 + 1), every):
+                    dot(x, y0 + (y1 - y0) * (x - x0) / ((x1 - x0) or 1), colour)
     chosen = None if mark is None else across(min(max(mark, left), right)) // 2
     drawn = []
     for row in range(tall):
@@ -301,8 +291,8 @@ def _chart(lines: Mapping[str, Sequence[Point]], x_title: str, mark: int | None,
         drawn.append(Text(f"{label:>{gutter - 1}}│", DIM))
         cells = [(f"{colour} on grey35" if column == chosen else colour, chr(0x2800 + code) if code else " ")
                  for column in range(wide) for code, colour in (bits.get((row, column), (0, "")),)]
-        for style, part in groupby(cells, key=lambda cell: cell[0]):
-            drawn[-1].append("".join(letter for _, letter in part), style)
+        for style, same in itertools.groupby(cells, key=lambda cell: cell[0]):
+            drawn[-1].append("".join(letter for _, letter in same), style)
     ends = f"{x_title} {left}", f"{right}"
     return [*drawn, Text(f"{'':>{gutter}}{ends[0]:<{wide - len(ends[1])}}{ends[1]}", DIM)]
 

@@ -18,13 +18,14 @@ from textual.events import Key, Resize
 from textual.widgets import Static
 
 from esper.karn.comparing import compare
-from esper.karn.drawn import COLOURS, DIM, Place, shown
-from esper.karn.panels import PAGES, Run, open_run
+from esper.karn.drawn import COLOURS, DIM, Place, shown, tiles_across
+from esper.karn.panels import PAGES, Extent, Run, open_run
 from esper.leyline import EsperError
 
 TABS = (*PAGES, "compare")
 BY_EPOCH = ("population", "host", "rewards")  # where a step in time is an epoch; elsewhere it is a round
 POLL, CLOCK = 1.0, 10  # seconds between questions; questions after which ages are drawn again
+KEYS = "left right time   up down choose   enter open   l live   ? help   q leave"
 HELP = """\
 1 to {count}, tab        the pages
 left, right       back and on in time: an epoch on {by_epoch}, else a round
@@ -45,7 +46,6 @@ class Watch(App[None]):
     """A viewer of one store; `others` finds stores to compare it with."""
 
     CSS = """
-    Screen { layout: vertical; }
     Static { padding: 0 1; }
     #head, #tabs, #time { height: 1; }
     #head { background: $panel; }
@@ -54,6 +54,7 @@ class Watch(App[None]):
     """
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None
+
     def __init__(self, store: Path, others: Callable[[], Iterable[Path]] = tuple,
                  clock: Callable[[], float] = time.time) -> None:
         super().__init__()
@@ -63,6 +64,7 @@ class Watch(App[None]):
         self.page = self.before = TABS[0]
         self.moment: tuple[int, int] | None = None  # round and epoch; None follows the run
         self.row = self.picked = self.asked = 0
+        self.listed: list[Path] = []  # runs on `compare`
         self.state = ""
         self.keys: dict[str, Callable[[], object]] = {
             **{str(number): partial(self.turn, page) for number, page in enumerate(TABS, 1)},
@@ -72,18 +74,16 @@ class Watch(App[None]):
             "right": lambda: self.step(1), "shift+right": lambda: self.step(1, far=True),
             "home": lambda: self.jump(False), "end": lambda: self.jump(True), "l": lambda: self.jump(None),
             "up": lambda: self.choose(-1), "down": lambda: self.choose(1), "enter": self.enter,
-            "pageup": lambda: self.query_one(VerticalScroll).scroll_page_up(animate=False),
-            "pagedown": lambda: self.query_one(VerticalScroll).scroll_page_down(animate=False),
+            "pageup": lambda: self.sheet.scroll_page_up(animate=False),
+            "pagedown": lambda: self.sheet.scroll_page_down(animate=False),
             "question_mark": lambda: self.turn("help" if self.page != "help" else self.before),
             "q": self.exit}
 
     def compose(self) -> ComposeResult:
-        yield Static(id="head")
-        yield Static(id="tabs")
-        with VerticalScroll(can_focus=False):
+        yield from (Static(id="head"), Static(id="tabs"))
+        with VerticalScroll(can_focus=False) as self.sheet:
             yield Static(id="page")
-        yield Static(id="time")
-        yield Static(id="foot")
+        yield from (Static(id="time"), Static(id="foot"))
 
     def on_mount(self) -> None:
         self.set_interval(POLL, partial(self._attempt, self.poll))
@@ -105,6 +105,9 @@ class Watch(App[None]):
             what()
         except EsperError as error:
             self._say("foot", Text(str(error), "bold red"))
+        except (LookupError, TypeError, ValueError) as error:  # a stage, slot or number that no run writes
+            told = f"the run store {self.store} is damaged: {error!r}; put back a whole one"
+            self._say("foot", Text(told, "bold red"))
 
     def poll(self) -> None:
         """Draw again if anything was written, if the trainer came or went, and now and then for the clock."""
@@ -133,7 +136,7 @@ class Watch(App[None]):
     def turn(self, page: str) -> None:
         """To another page, from its top."""
         self.before, self.page = self.page, page
-        self.query_one(VerticalScroll).scroll_home(animate=False)
+        self.sheet.scroll_home(animate=False)
         self.look()
 
     def step(self, by: int, far: bool = False) -> None:
@@ -157,36 +160,32 @@ class Watch(App[None]):
 
     def jump(self, end: bool | None) -> None:
         """To the first moment or the last; None follows the run."""
-        run = self._current()
-        span = run.extent().rounds
-        if end is None or span is None:
-            self.moment = None
-        else:
-            self.moment = (span[1], run.extent().epochs) if end else (span[0], 1)
+        extent = self._current().extent()
+        known = None if end is None else extent.rounds
+        self.moment = known and ((known[1], extent.epochs) if end else (known[0], 1))
         self.look()
 
     def choose(self, by: int) -> None:
         """Another host, or on `compare` another run."""
         if self.page == "compare":
-            self.picked = min(max(self.picked + by, 0), len(self._stores()) - 1)
+            self.picked = min(max(self.picked + by, 0), len(self.listed) - 1)
         elif self.page in ("population", "host"):
-            rows = self._current().extent(self.moment and self.moment[0]).rows
-            place = rows.index(self.row) if self.row in rows else 0
-            self.row = rows[min(max(place + by, 0), len(rows) - 1)] if rows else 0
+            rows = self._current().extent(self.moment and self.moment[0]).rows or [0]
+            place = min(max(rows.index(self.row) + by, 0), len(rows) - 1) if self.row in rows else 0
+            self.row = rows[place]
+            if self.page == "population":
+                self.sheet.scroll_to(y=3 * (place // tiles_across(self.size.width - 4)) - 6, animate=False)
         else:
-            self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+            self.sheet.scroll_relative(y=by, animate=False)
         self.look()
 
     def enter(self) -> None:
         """Open what is chosen."""
-        if self.page == "compare":
-            self.store, self.picked, self.moment = self._stores()[self.picked], 0, None
-            self.turn(TABS[0])
-        elif self.page == "population":
+        if self.page == "population":
             self.turn("host")
-
-    def _stores(self) -> list[Path]:
-        return [self.store, *(path for path in self.others() if path != self.store)]
+        elif self.page == "compare" and self.listed:
+            self.store, self.picked, self.moment = self.listed[self.picked], 0, None
+            self.turn(TABS[0])
 
     def look(self) -> None:
         """Ask for what is on the page, and draw it."""
@@ -197,58 +196,53 @@ class Watch(App[None]):
         at = Place(self.size.width - 4, extent.round, self.moment[1] if self.moment else extent.epochs,
                    self.row, self.picked, extent.slots, min(10, max(3, self.size.height // 5 - 1)))
         if self.page == "help":
-            told = HELP.format(count=len(TABS), by_epoch=", ".join(BY_EPOCH))
-            self._say("page", Text(told))
+            self._say("page", Text(HELP.format(count=len(TABS), by_epoch=", ".join(BY_EPOCH))))
         elif self.page == "compare":
             self._compare(at)
-        elif extent.round is None and not any(run.panel(name).rows for name in PAGES[self.page]):
-            self._say("page", Text("nothing is written yet"))
         else:
-            chosen = {} if extent.round is None or at.epoch is None else {
-                "round": extent.round, "epoch": at.epoch, "row": self.row}
+            chosen = {"epoch": at.epoch or 0, "row": self.row}
+            chosen |= {} if extent.round is None else {"round": extent.round}
             self._say("page", shown([run.panel(name, **chosen) for name in PAGES[self.page]], at))
-        self._frame(run, at)
+        self._frame(run, extent, at)
 
     def _compare(self, at: Place) -> None:
+        """This run first; what cannot be read is named below."""
+        runs, lost = [], []
         with ExitStack() as stack:
-            runs, lost = [], []
-            for path in self._stores():
+            for path in dict.fromkeys((self.store, *self.others())):
                 try:
                     runs.append(stack.enter_context(open_run(path, self.clock)))
                 except EsperError as error:
                     lost.append(Text(str(error), "red"))
+            self.listed = [run.path for run in runs]
             self._say("page", Group(shown([compare(runs)], at), *lost))
 
-    def _frame(self, run: Run, at: Place) -> None:
-        """The lines around the page: what is watched, the pages, the time, what is wrong."""
-        span, planned = run.extent().rounds, run.facts().get("rounds")
-        far = f"{span[1] + 1 if span else 0}{f' of {planned}' if planned else ''} rounds"
+    def _frame(self, run: Run, extent: Extent, at: Place) -> None:
+        """The lines around the page: what is watched and wrong, the pages, the time, what can be done."""
+        planned, done = run.facts().get("rounds"), extent.rounds[1] + 1 if extent.rounds else 0
+        far = f"{done} rounds" if planned is None else f"{done} of {planned} rounds"
         head = Text.assemble((f"{run.name}  ", "bold"), (self.state, COLOURS[self.state]), f"  {far}")
-        opened = [row for row in run.panel("incidents").rows if row[3] is None]
-        for kind, what, since, *_ in opened:
-            head.append(f"  ! {kind} {what} since round {since}", "bold red")
+        for kind, what, since, closed, *_ in run.panel("incidents").rows:
+            head.append("" if closed is not None else f"  ! {kind} {what} since round {since}", "bold red")
         self._say("head", head)
         self._say("tabs", Text("  ").join(
             Text(f"{number} {page}", "reverse bold" if page == self.page else "")
             for number, page in enumerate(TABS, 1)))
-        self._say("time", self._slider(run, at))
+        self._say("time", self._slider(extent, at))
         stopped = f"nobody trains this run any more; esper train --out {run.path.parent} --resume goes on"
-        keys = "left right time   up down choose   enter open   l live   ? help   q leave"
-        self._say("foot", Text(stopped, "yellow") if self.state == "stopped" else Text(keys, DIM))
+        self._say("foot", Text(stopped, "yellow") if self.state == "stopped" else Text(KEYS, DIM))
 
-    def _slider(self, run: Run, at: Place) -> Text:
-        extent = run.extent(at.round)
+    def _slider(self, extent: Extent, at: Place) -> Text:
         if extent.rounds is None or at.round is None or at.epoch is None:
             return Text("no round is written yet", DIM)
         first, last = extent.rounds
         told = f"round {at.round} of {first} to {last}  epoch {at.epoch} of {extent.epochs}"
-        told += f"  host {at.row}" if self.page in ("population", "host") else ""
-        wide = max(5, self.size.width - len(told) - 12)
+        told += f"  host {at.row}  " if self.page in ("population", "host") else "  "
+        wide = max(5, self.size.width - len(told) - 10)
         part = (at.round - first + at.epoch / max(extent.epochs, 1)) / (last - first + 1)
         knob = min(wide - 1, int(part * wide))
         live = (" live", "bold green") if self.moment is None else (" then", "yellow")
-        return Text.assemble(f"{told}  ", ("━" * knob, "cyan"), ("●", "bold"),
-                             ("─" * (wide - 1 - knob), DIM), live)
+        return Text.assemble(told, ("━" * knob, "cyan"), "●", ("─" * (wide - 1 - knob), DIM), live)
 
     def _say(self, where: str, what: RenderableType) -> None:
         self.query_one(f"#{where}", Static).update(what)
