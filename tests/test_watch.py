@@ -128,6 +128,41 @@ def test_a_birth_is_seen_where_and_when_it_was(folder: Path, size: tuple[int, in
     watched(folder / "run.db", look, size)
 
 
+def test_a_host_that_ends_before_its_round_is_shown_as_it_ended(tmp_path: Path) -> None:
+    store = Store(plant(tmp_path) / "run.db")
+    for epoch in (1, 2, 3):
+        rows = [0, 1] if epoch < 3 else [1]
+        store.write("step", {"round": 3, "epoch": epoch, "row": rows, "op": "WAIT", "score": 0.5, "twin": 0.25})
+    store.write("seed", {"round": 3, "epoch": 2, "row": 0, "slot": 1, "stage": "FOSSILIZED", "blueprint": "norm", "alpha": 1.0})
+    store.commit()
+
+    async def look(app: Watch, pilot: Pilot[None]) -> None:
+        told = await seen(app, pilot, "3")
+        assert "epoch 3 of 3  host 0" in told
+        assert "├─◆ tail  ·F          FOSSILIZED  norm       1.00" in told
+        await pilot.press("2", "down", "enter")
+        assert app.row == 1
+        assert "nothing to show" in await seen(app, pilot), "no seed in this host"
+
+    watched(store.path, look)
+
+
+def test_a_chosen_tile_stays_in_sight(tmp_path: Path) -> None:
+    store = Store(plant(tmp_path) / "run.db")
+    store.write("step", {"round": 3, "epoch": 1, "row": list(range(64)), "op": "WAIT", "score": 0.5, "twin": 0.25})
+    store.commit()
+
+    async def look(app: Watch, pilot: Pilot[None]) -> None:
+        await pilot.press("2", *["down"] * 50)
+        await pilot.pause()
+        assert "▸50  50.00% +25.00" in screen(app)
+        await pilot.press(*["up"] * 50)
+        await pilot.pause()
+        assert "▸0   50.00% +25.00" in screen(app)
+
+    watched(store.path, look)
+
+
 def test_the_slider_goes_through_all_time(folder: Path) -> None:
     async def look(app: Watch, pilot: Pilot[None]) -> None:
         for keys, moment in ((["2", "home"], (0, 1)), (["left"], (0, 1)), (["right"] * 4, (1, 1)), (["left"], (0, 4)),
@@ -246,9 +281,13 @@ def test_a_store_that_is_missing_broken_or_replaced_is_one_line(tmp_path: Path) 
         assert "gain +53.00" in told
         with sqlite3.connect(store) as connection:
             connection.execute("DROP TABLE head")
+            connection.execute("UPDATE seed SET stage = 'ASLEEP'")
         await pilot.press("4")
         await pilot.pause()
         assert "no such table: head" in flat(screen(app))
+        await pilot.press("2")
+        await pilot.pause()
+        assert "is damaged: KeyError('ASLEEP'); put back a whole one" in flat(screen(app))
 
     watched(store, look)
 

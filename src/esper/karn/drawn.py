@@ -16,8 +16,9 @@ WIDE = 120  # columns of a terminal that has place for two panels beside each ot
 TILE = 18
 DIM = "grey62"
 LINES = ("cyan", "magenta", "yellow", "green", "blue", "red", "white")
-_LOOKS = zip("·gTBHFxer", (DIM, "cyan", "bright_blue", "yellow", "magenta", "green", "red", DIM, DIM), strict=True)
-STAGES = {stage.name: look for stage, look in zip(SeedStage, _LOOKS, strict=True)}
+_SHADES = (DIM, "cyan", "bright_blue", "yellow", "magenta", "green", "red", DIM, DIM)
+STAGES = {stage.name: (letter, shade)
+          for stage, letter, shade in zip(SeedStage, "·gTBHFxer", _SHADES, strict=True)}
 """stage -> its letter and colour."""
 COLOURS = {"running": "green", "finished": "cyan", "stopped": "yellow", "better": "green", "worse": "red",
            "kept": "green", "pruned": "red", "GERMINATE": "bright_blue", "FOSSILIZE": "green", "PRUNE": "red",
@@ -57,13 +58,15 @@ def said_time(seconds: float | None) -> str:
 
 
 _SAID: Mapping[str, Callable[[float], str]] = {
-    "points": lambda value: f"{value:+.2f}", "%": lambda value: f"{value:.2f}%", "s": said_time}
+    "points": lambda value: f"{value:+.2f}", "%": lambda value: f"{value:.2f}%", "s": said_time,
+    "rolled_back": lambda value: "yes" if value else ""}
+"""unit or column -> how its numbers are said."""
 
 
 def figures(table: Table, row: Sequence[Any]) -> dict[str, str]:
     """column -> what a row says there; an interval stands behind its mean."""
     known = dict(zip(table.columns, row, strict=True))
-    told = {name: "-" if value is None else _SAID.get(UNITS.get(name, ""), said)(value)
+    told = {name: "-" if value is None else _SAID.get(UNITS.get(name, name), said)(value)
             for name, value in known.items()}
     for mean, (low, high) in INTERVALS.items():
         if low in told:
@@ -254,7 +257,7 @@ def _courses(table: Table, groups: Mapping[str, Rows], now: Mapping[str, tuple[A
     if place == 1:
         lines = [[Text(name), *(Text(told[name][each]) for each in table.columns[2:]),
                   course(rows, 2, rows.index(now[name]))] for name, rows in groups.items()]
-        return _columns([table.columns[0], *table.columns[2:], table.columns[2]], lines, at.width)
+        return _columns([table.columns[0], *table.columns[2:], "by round"], lines, at.width)
     rows = groups[""]
     lines = [[Text(name), Text(told[""][name]), course(rows, number, rows.index(now[""]))]
              for number, name in enumerate(table.columns) if number]
@@ -269,9 +272,11 @@ def _chart(lines: Mapping[str, Sequence[Point]], x_title: str, mark: int | None,
     ys = [value for point in points for value in point[1:] if value is not None] or [0.0]
     left, right, low, high = min(p[0] for p in points), max(p[0] for p in points), min(ys), max(ys)
     bits: dict[tuple[int, int], tuple[int, str]] = {}
+    if left == right:
+        return []
 
     def across(x: float) -> int:
-        return round((2 * wide - 1) * (x - left) / ((right - left) or 1))
+        return round((2 * wide - 1) * (x - left) / (right - left))
 
     def dot(x: int, y: float, colour: str) -> None:
         down = round((4 * tall - 1) * (high - y) / ((high - low) or 1))

@@ -52,7 +52,7 @@ class Watch(App[None]):
     #foot { height: auto; max-height: 3; }
     VerticalScroll { height: 1fr; scrollbar-size-vertical: 1; }
     """
-    ENABLE_COMMAND_PALETTE = False
+    TITLE, ENABLE_COMMAND_PALETTE = "esper watch", False
     AUTO_FOCUS = None
 
     def __init__(self, store: Path, others: Callable[[], Iterable[Path]] = tuple,
@@ -202,7 +202,10 @@ class Watch(App[None]):
         else:
             chosen = {"epoch": at.epoch or 0, "row": self.row}
             chosen |= {} if extent.round is None else {"round": extent.round}
-            self._say("page", shown([run.panel(name, **chosen) for name in PAGES[self.page]], at))
+            tables = [run.panel(name, **chosen) for name in PAGES[self.page]]
+            over = max((row[0] for row in tables[0].rows), default=0)  # a host may end before its round
+            there = at._replace(epoch=min(over, at.epoch or over)) if self.page == "host" else at
+            self._say("page", shown(tables, there))
         self._frame(run, extent, at)
 
     def _compare(self, at: Place) -> None:
