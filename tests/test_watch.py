@@ -153,10 +153,14 @@ def test_a_chosen_tile_stays_in_sight(tmp_path: Path) -> None:
     store.commit()
 
     async def look(app: Watch, pilot: Pilot[None]) -> None:
-        await pilot.press("2", *["down"] * 50)
+        app.row = 49
+        await pilot.press("2", "down")
         await pilot.pause()
         assert "▸50  50.00% +25.00" in screen(app)
-        await pilot.press(*["up"] * 50)
+        await pilot.press("shift+up")
+        assert app.row == 46, "four tiles stand in a line"
+        app.row = 1
+        await pilot.press("up")
         await pilot.pause()
         assert "▸0   50.00% +25.00" in screen(app)
 
@@ -310,6 +314,22 @@ def test_runs_are_compared_and_opened(tmp_path: Path) -> None:
         assert screen(app).startswith(" second  stopped")
 
     watched(first, look, SMALL, (first, better, broken))
+
+
+def test_a_proof_shows_its_arms_and_names_are_harmless(tmp_path: Path) -> None:
+    store = Store(tmp_path / "proof.db")
+    store.write("summary", {"arm": ["learned", "best plan", "a\x1b[31mb"], "controller": "mine", "gain": [0.071, 0.057, 0.0],
+                            "low": [0.064, 0.05, 0.0], "high": [0.079, 0.06, 0.0], "score": 0.69, "episodes": 100})
+    store.commit()
+
+    async def look(app: Watch, pilot: Pilot[None]) -> None:
+        told = await seen(app, pilot, "2", "down", "home", "left", "3", "4", "5", "1")
+        assert "no round is written yet" in told
+        assert re.search(r"learned +mine +\+7\.10 \(\+6\.40 to \+7\.90\)  69\.00%", told)
+        assert re.search(r"best plan +mine +\+5\.70 \(\+5\.00 to \+6\.00\)", told)
+        assert "a?[31mb" in told
+
+    watched(store.path, look)
 
 
 def test_every_renderer_and_stage_is_drawn_at_any_width(folder: Path) -> None:

@@ -145,7 +145,7 @@ class RunsCompare:
 
 @dataclass(frozen=True)
 class Watch:
-    """Look at a run in the terminal, while it is trained or afterwards; ? shows the keys.
+    """Look at a run in the terminal, live or afterwards; ? shows the keys.
 
     Example: esper watch runs/first"""
 

@@ -42,12 +42,12 @@ class Place(NamedTuple):
 
 
 def said(value: Any) -> str:
-    """Numbers in short; a dash for what was not measured."""
+    """Numbers in short; a dash for what was not measured; nothing that a terminal would obey."""
     if isinstance(value, float):
         return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:.2f}"
     if isinstance(value, list):
         return " ".join(map(said, value))
-    return "-" if value is None else str(value)
+    return "-" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
 
 
 def said_time(seconds: float | None) -> str:
@@ -147,7 +147,7 @@ def _table(table: Table, at: Place) -> list[Text]:
     for number, row in enumerate(table.rows):
         told = figures(table, row)
         if told.get("slot", "-") != "-" and at.slots:
-            told["slot"] = at.slots[int(told["slot"])]
+            told["slot"] = said(at.slots[int(told["slot"])])
         here = {"epoch": row[0] == at.epoch, "run": number == at.run}.get(table.columns[0])
         style = "bold" if here else "red" if told.get("closed") == "-" else ""
         first, *rest = (_word(value, style) for value in told.values())
@@ -158,7 +158,7 @@ def _table(table: Table, at: Place) -> list[Text]:
 
 def _bars(table: Table, at: Place) -> list[Text]:
     most, wide = max(row[1] for row in table.rows) or 1, max(10, min(30, at.width - 50))
-    rows = [[Text(row[0]), Text(bar(row[1] / most, wide), "cyan"),
+    rows = [[Text(said(row[0])), Text(bar(row[1] / most, wide), "cyan"),
              *map(Text, list(figures(table, row).values())[1:])] for row in table.rows]
     return _columns([table.columns[0], "", *table.columns[1:]], rows, at.width)
 
@@ -207,7 +207,7 @@ def _network(table: Table, at: Place) -> list[Text]:
         past = (STAGES[cells.get((epoch, slot), none)[2]] for epoch in range(1, last + 1))
         knot = "◆" if now[4] else "◇" if now[3] is None else "◈"
         doubt = {each: f" ± {told['error'][1:]}" for each in ("contribution", "preview") if told[each] != "-"}
-        lines.append([Text.assemble("├─", (f"{knot} ", colour), (name, "bold")), Text.assemble(*past),
+        lines.append([Text.assemble("├─", (f"{knot} ", colour), (said(name), "bold")), Text.assemble(*past),
                       *(_word(told[each] + doubt.get(each, "")) for each in table.columns[2:7])])
     head = ["● in", f"to epoch {last}", *table.columns[2:7]]
     return [*_columns(head, lines, at.width), Text("● out", DIM)]
@@ -220,7 +220,7 @@ def _line(table: Table, at: Place) -> list[Text]:
         upto += 1
     groups: dict[str, Rows] = {}
     for row in table.rows:
-        groups.setdefault(row[0] if place else "", []).append(row)
+        groups.setdefault(said(row[0]) if place else "", []).append(row)
     now = {name: next((row for row in reversed(rows) if upto is None or row[place] <= upto), rows[0])
            for name, rows in groups.items()}
 

@@ -18,13 +18,14 @@ from textual.events import Key, Resize
 from textual.widgets import Static
 
 from esper.karn.comparing import compare
-from esper.karn.drawn import COLOURS, DIM, Place, shown, tiles_across
+from esper.karn.drawn import COLOURS, DIM, Place, said, shown, tiles_across
 from esper.karn.panels import PAGES, Extent, Run, open_run
 from esper.leyline import EsperError
 
 TABS = (*PAGES, "compare")
 BY_EPOCH = ("population", "host", "rewards")  # where a step in time is an epoch; elsewhere it is a round
 POLL, CLOCK = 1.0, 10  # seconds between questions; questions after which ages are drawn again
+MARGIN = 4  # columns beside a page
 KEYS = "left right time   up down choose   enter open   l live   ? help   q leave"
 HELP = """\
 1 to {count}, tab        the pages
@@ -32,7 +33,7 @@ left, right       back and on in time: an epoch on {by_epoch}, else a round
 shift+left/right  a round there, else ten rounds
 home, end         the first and the last moment
 l                 live: follow what is written
-up, down          choose a host, or on compare a run
+up, down          choose a host (with shift a line of them), or on compare a run
 enter             open the chosen host or run
 pgup, pgdn        scroll
 ?                 this help, and away again
@@ -74,6 +75,7 @@ class Watch(App[None]):
             "right": lambda: self.step(1), "shift+right": lambda: self.step(1, far=True),
             "home": lambda: self.jump(False), "end": lambda: self.jump(True), "l": lambda: self.jump(None),
             "up": lambda: self.choose(-1), "down": lambda: self.choose(1), "enter": self.enter,
+            "shift+up": lambda: self.choose(-self.across), "shift+down": lambda: self.choose(self.across),
             "pageup": lambda: self.sheet.scroll_page_up(animate=False),
             "pagedown": lambda: self.sheet.scroll_page_down(animate=False),
             "question_mark": lambda: self.turn("help" if self.page != "help" else self.before),
@@ -104,7 +106,7 @@ class Watch(App[None]):
         try:
             what()
         except EsperError as error:
-            self._say("foot", Text(str(error), "bold red"))
+            self._say("foot", Text(said(error), "bold red"))
         except (LookupError, TypeError, ValueError) as error:  # a stage, slot or number that no run writes
             told = f"the run store {self.store} is damaged: {error!r}; put back a whole one"
             self._say("foot", Text(told, "bold red"))
@@ -174,10 +176,14 @@ class Watch(App[None]):
             place = min(max(rows.index(self.row) + by, 0), len(rows) - 1) if self.row in rows else 0
             self.row = rows[place]
             if self.page == "population":
-                self.sheet.scroll_to(y=3 * (place // tiles_across(self.size.width - 4)) - 6, animate=False)
+                self.sheet.scroll_to(y=3 * (place // self.across) - 6, animate=False)
         else:
             self.sheet.scroll_relative(y=by, animate=False)
         self.look()
+
+    @property
+    def across(self) -> int:
+        return tiles_across(self.size.width - MARGIN)
 
     def enter(self) -> None:
         """Open what is chosen."""
@@ -193,7 +199,7 @@ class Watch(App[None]):
         self.state = run.state()
         extent = run.extent(self.moment and self.moment[0])
         self.row = self.row if self.row in extent.rows or not extent.rows else extent.rows[0]
-        at = Place(self.size.width - 4, extent.round, self.moment[1] if self.moment else extent.epochs,
+        at = Place(self.size.width - MARGIN, extent.round, self.moment[1] if self.moment else extent.epochs,
                    self.row, self.picked, extent.slots, min(10, max(3, self.size.height // 5 - 1)))
         if self.page == "help":
             self._say("page", Text(HELP.format(count=len(TABS), by_epoch=", ".join(BY_EPOCH))))
@@ -216,7 +222,7 @@ class Watch(App[None]):
                 try:
                     runs.append(stack.enter_context(open_run(path, self.clock)))
                 except EsperError as error:
-                    lost.append(Text(str(error), "red"))
+                    lost.append(Text(said(error), "red"))
             self.listed = [run.path for run in runs]
             self._say("page", Group(shown([compare(runs)], at), *lost))
 
@@ -224,16 +230,16 @@ class Watch(App[None]):
         """The lines around the page: what is watched and wrong, the pages, the time, what can be done."""
         planned, done = run.facts().get("rounds"), extent.rounds[1] + 1 if extent.rounds else 0
         far = f"{done} rounds" if planned is None else f"{done} of {planned} rounds"
-        head = Text.assemble((f"{run.name}  ", "bold"), (self.state, COLOURS[self.state]), f"  {far}")
+        head = Text.assemble((f"{said(run.name)}  ", "bold"), (self.state, COLOURS[self.state]), f"  {far}")
         for kind, what, since, closed, *_ in run.panel("incidents").rows:
-            head.append("" if closed is not None else f"  ! {kind} {what} since round {since}", "bold red")
+            head.append(said(f"  ! {kind} {what} since round {since}") if closed is None else "", "bold red")
         self._say("head", head)
         self._say("tabs", Text("  ").join(
             Text(f"{number} {page}", "reverse bold" if page == self.page else "")
             for number, page in enumerate(TABS, 1)))
         self._say("time", self._slider(extent, at))
         stopped = f"nobody trains this run any more; esper train --out {run.path.parent} --resume goes on"
-        self._say("foot", Text(stopped, "yellow") if self.state == "stopped" else Text(KEYS, DIM))
+        self._say("foot", Text(said(stopped), "yellow") if self.state == "stopped" else Text(KEYS, DIM))
 
     def _slider(self, extent: Extent, at: Place) -> Text:
         if extent.rounds is None or at.round is None or at.epoch is None:
