@@ -59,6 +59,7 @@ def said_time(seconds: float | None) -> str:
 
 _SAID: Mapping[str, Callable[[float], str]] = {
     "points": lambda value: f"{value:+.2f}", "%": lambda value: f"{value:.2f}%", "s": said_time,
+    UNITS["rate"]: lambda value: f"{value:.2f} {UNITS['rate']}",
     "rolled_back": lambda value: "yes" if value else ""}
 """unit or column -> how its numbers are said."""
 
@@ -116,12 +117,9 @@ def _pairs(told: Mapping[str, str], width: int, colours: Mapping[str, str] | Non
 
 def _text(table: Table, at: Place) -> list[Text]:
     known, told = dict(zip(table.columns, table.rows[0], strict=True)), figures(table, table.rows[0])
-    if known.get("rate") is not None:
-        told["rate"] += f" {UNITS['rate']}"
-    if not known.get("planned"):
-        return [_pairs(told, at.width)]
-    done = known["round"] / known["planned"]
-    return [Text.assemble((bar(done), "cyan"), f" {done:.0%}"), _pairs(told, at.width)]
+    done = known["round"] / known["planned"] if known.get("planned") else None
+    drawn = [] if done is None else [Text.assemble((bar(done), "cyan"), f" {done:.0%}")]
+    return [*drawn, _pairs(told, at.width)]
 
 
 def _columns(header: Sequence[str], rows: Iterable[Sequence[Text]], width: int) -> list[Text]:
