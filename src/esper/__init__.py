@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from esper.door import attach, export, grow
+    from esper.door import attach, export, grow, lightning_callback, trainer_callback
     from esper.kasmina import Host, Objective, OptimConfig, Population, register_blueprint, register_objective
     from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
     from esper.simic import PPOAgent, PPOConfig, RewardWorld, TrainConfig, Training, register_reward
@@ -33,9 +33,9 @@ __all__ = [
     "ActionSpec", "Controller", "EnvConfig", "Episodes", "EsperError", "Family", "Heuristic", "Host", "Kind",
     "Learned", "LifecycleOp", "MorphogeneticEnv", "Objective", "OptimConfig", "PPOAgent", "PPOConfig",
     "Population", "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training",
-    "Twins", "Wait", "attach", "export", "find_family", "grow", "load_task", "play", "prove",
-    "register_blueprint", "register_family", "register_objective", "register_policy", "register_reward",
-    "register_task", "replay",
+    "Twins", "Wait", "attach", "export", "find_family", "grow", "lightning_callback", "load_task", "play",
+    "prove", "register_blueprint", "register_family", "register_objective", "register_policy",
+    "register_reward", "register_task", "replay", "trainer_callback",
 ]
 
 

@@ -168,13 +168,13 @@ class Sql:
 
 @dataclass(frozen=True)
 class Export:
-    """Run recorded episodes again and write the network that one of them delivered: files that need no Esper.
+    """Write the network that a recorded episode delivered as files without Esper.
 
     Example: esper export round.safetensors --row 3 --out network"""
 
     trace: Annotated[Path, Positional, arg(metavar="TRACE")]  # File that recorded episodes were written to.
-    row: Annotated[int, arg(metavar="N")]  # Of the episode.
-    out: Folder  # Folder for weights.safetensors and model.py, model.pt2, model.onnx.
+    row: Annotated[int, arg(metavar="N")] = 0  # Of the episode.
+    out: Folder = Path("network")  # Folder for weights.safetensors and model.py, model.pt2, model.onnx.
     formats: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("safetensors", "torch")
     """safetensors (with model.py), torch (by torch.export) and onnx."""
     plugin: Plugins = ()

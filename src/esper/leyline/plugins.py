@@ -3,7 +3,7 @@ They are imported once, when blueprints are first listed or a name is asked for 
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from esper.leyline.errors import EsperError
 
@@ -37,7 +37,7 @@ def load_plugins() -> list[str]:
 class Registry(dict[str, V]):
     """Things of one kind by name, to which installed packages may add theirs."""
 
-    def __init__(self, kind: str, of: Any, rows: Mapping[str, V]) -> None:
+    def __init__(self, kind: str, of: object, rows: Mapping[str, V]) -> None:
         super().__init__(rows)
         self.kind, self.of = kind, of
 
@@ -51,8 +51,9 @@ class Registry(dict[str, V]):
 
     def add(self, name: str, thing: V) -> V:
         """Make one of your own known by its name, which must not be taken; docs/extend.md has an example."""
-        if not isinstance(thing, self.of):
-            raise EsperError(f"the {self.kind} {name!r} must be a {self.of.__name__}, not {thing!r}")
+        if not isinstance(thing, self.of):  # type: ignore[arg-type]
+            wanted = getattr(self.of, "__name__", self.of)
+            raise EsperError(f"the {self.kind} {name!r} must be a {wanted}, not {thing!r}")
         if super().__contains__(name):
             raise EsperError(f"the {self.kind} {name!r} exists already; give yours another name")
         self[name] = thing
