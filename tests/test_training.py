@@ -29,8 +29,8 @@ from esper.leyline.storage import locked, read_json, read_state, write_json
 from esper.leyline.telemetry import Nowhere
 from esper.nissa import Store, read
 from esper.simic import PPOConfig
-from esper.simic.proof.processes import PREPARATIONS, in_processes
 from esper.simic.training import CHECKPOINT, PREVIOUS, TrainConfig, Training
+from esper.simic.workers import PREPARATIONS, Processes
 from esper.simic.world import PRIVILEGED
 from esper.tamiyo import NetworkConfig, Wait
 from esper.tamiyo.controller import PolicyInput
@@ -569,7 +569,8 @@ def test_a_plugin_brings_families_and_blueprints(plugin: Path, tmp_path: Path, c
 
 def test_workers_know_what_plugins_registered(plugin: Path) -> None:
     use_plugins([plugin])
-    assert list(in_processes(1, {"asked": known})) == [("asked", True)]
+    with Processes(1) as workers:
+        assert [(done.name, done.value) for done in workers.run({"asked": known})] == [("asked", True)]
 
 
 def known() -> bool:
