@@ -232,7 +232,8 @@ class Twins(TwinScores):
         self.env = env
 
     def __call__(self, scenarios: Scenarios) -> Tensor:
-        for part in filter(len, self.missing(scenarios).split(self.env.rows)):
+        missing = self.missing(scenarios)
+        for part in missing.split(self.env.rows) if len(missing) else ():
             self._compute(scenarios.take(_filled(part, self.env.rows)))
         return super().__call__(scenarios)
 
