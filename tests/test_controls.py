@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
