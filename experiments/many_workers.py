@@ -3,9 +3,10 @@
     python -m experiments.many_workers --rounds 6
     python -m experiments.many_workers --rounds 3 --ray        with Ray too, where it is installed
 
-Every way plays the same shards with one thread each; the controller after each round must be the same, bit for bit. A round's seconds
-are cut into what workers compute, what the learner does (the update, the store, the checkpoint) and what is left: waiting and the
-wire. `threads` is one process with whole rounds and so many threads, which is what several workers must beat.
+The first ways play the same four shards with one thread each; the controller after each round must be the same, bit for bit. A
+round's seconds are cut into what the busiest worker computes, what the learner does (the update, the checkpoint) and what is left:
+waiting and the wire. `threads` is one process with whole rounds and so many threads, which two processes with half a round each must
+beat.
 """
 
 import hashlib
@@ -89,25 +90,28 @@ def measure(config: TrainConfig, workers: Workers) -> dict[str, Any]:
 def main() -> None:
     options_of = parser(__doc__)
     options_of.add_argument("--rounds", type=int, default=6)
+    options_of.add_argument("--rows", type=int, default=CONFIG.rows)
     options_of.add_argument("--ray", action="store_true")
     options = options_of.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
-    config, cores = replace(CONFIG, rounds=options.rounds), os.cpu_count() or 1
+    config = replace(CONFIG, rounds=options.rounds, rows=options.rows, scenarios=options.rows)
+    cores = os.cpu_count() or 1
     ways: dict[str, Any] = {"here": (config, Workers)}
     ways |= {f"{n} processes": (config, lambda n=n: Processes(n)) for n in (1, 2, 4)}
     if options.ray:
         ways |= {f"{n} actors": (config, lambda n=n: RayWorkers(n)) for n in (1, 2, 4)}
+    ways["2 halves in 2 processes"] = replace(config, shards=2), lambda: Processes(2)
     ways |= {f"{n} threads": (replace(config, shards=1, threads=n), Workers) for n in sorted({1, cores})}
     found = {}
     for name, (settings, workers) in ways.items():
         found[name] = measure(settings, workers())
         print(name, {key: round(value, 3) for key, value in found[name].items() if key != "curve"}, flush=True)
     curves = {name: each.pop("curve") for name, each in found.items()}
-    same = all(curve == curves["here"] for name, curve in curves.items() if "threads" not in name)
-    best = min(each["seconds"] for name, each in found.items() if "threads" in name or name == "here")
+    same = all(curve == curves["here"] for name, curve in curves.items() if ways[name][0] == config)
+    best = min(each["seconds"] for name, each in found.items() if "threads" in name)
     result = {"rows": config.rows, "shards": config.shards, "rounds": config.rounds, "same curve": same, "curve": curves["here"],
-              "ways": found, "two processes against the best of one": best / found["2 processes"]["seconds"],
+              "ways": found, "two processes against the best of one": best / found["2 halves in 2 processes"]["seconds"],
               "load of the machine": os.getloadavg()}
     print({key: result[key] for key in ("same curve", "two processes against the best of one", "load of the machine")})
     write(options, "many_workers", result)

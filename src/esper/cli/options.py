@@ -1,7 +1,7 @@
 """What each command can be told; who uses values checks them. Imports are light: help comes at once, and
 shows the comment behind each option, or what its type says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +14,8 @@ Count = Annotated[int | None, arg(metavar="N")]
 Device = Annotated[str, arg(metavar="cpu|cuda", help="cpu, or cuda.")]
 Plugins = Annotated[tuple[Path, ...], arg(
     metavar="FILE.py ...", help="Python files to run first: they may register families and blueprints.")]
+Limit = Annotated[float, arg(
+    metavar="S", help="Seconds after which a worker that does not answer is replaced; 0 is never.")]
 Threads = Annotated[int, arg(
     metavar="N", help="Of each worker, or with none of this process; 0 is 1, or all to spare here.")]
 Commit = Annotated[str, arg(
@@ -30,8 +32,7 @@ class Spread:
     """Workers run on Ray: local starts it here, auto joins this machine's cluster, HOST:PORT another."""
     gpus: Annotated[tuple[str, ...], arg(metavar="GPU ...")] = ()
     """Numbers of the devices that workers take, one each, in turn; on Ray any says one for each worker."""
-    time_limit: Annotated[float, arg(metavar="S")] = 0.0
-    """Seconds after which a worker that does not answer is replaced; 0 is never."""
+    time_limit: Limit = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Train(Spread):
     seed: Count = None  # Over preset and file.
     shards: Count = None
     """Parts of a round, each played by one worker at a time; over preset and file. Numbers depend on it."""
+    time_limit: Limit = field(default=3600.0, kw_only=True)
     device: Annotated[str, arg(metavar="cpu|cuda")] = ""  # cpu, or cuda; over preset and file.
     plugin: Plugins = ()
     resume: bool = False  # Go on with the run in --out, bit for bit; needs no other option.
