@@ -5,16 +5,16 @@ import importlib
 from typing import Any
 
 from esper.leyline import EsperError
-from esper.simic.workers import Answer, Call, Lost, Pool, answer
+from esper.simic.workers import Call, Done, Lost, Pool, answer
 
-LOCAL, GONE = "", ("RayActorError", "WorkerCrashedError", "ObjectLostError", "NodeDiedError")
+GONE = ("RayActorError", "WorkerCrashedError", "ObjectLostError", "NodeDiedError")
 FULL = ("ObjectStoreFullError", "OutOfDiskError", "OutOfMemoryError")
 
 
 class _Actor:
     """Answers calls, one after the other."""
 
-    def answer(self, call: Call) -> Answer:
+    def answer(self, call: Call) -> Done:
         return answer(call)
 
 
@@ -22,7 +22,7 @@ class RayWorkers(Pool):
     """Actors that Ray places. One whose node is lost is replaced; one that waits for room is used once it has
     some, so nodes may come and go."""
 
-    def __init__(self, count: int, threads: int = 1, time_limit: float = 0.0, address: str = LOCAL,
+    def __init__(self, count: int, threads: int = 1, time_limit: float = 0.0, address: str = "",
                  gpus: bool = False) -> None:
         """On the cluster at the address (auto: the one of this machine), or a new one on this machine."""
         super().__init__(count, threads, time_limit)
@@ -44,7 +44,7 @@ class RayWorkers(Pool):
     def start(self, number: int) -> Any:
         return self.actor.remote()
 
-    def ask(self, handle: Any, call: Call) -> Answer:
+    def ask(self, handle: Any, call: Call) -> Done:
         try:
             return self.ray.get(handle.answer.remote(call))
         except Exception as error:

@@ -121,9 +121,12 @@ def _player(config: str, make: MakeEnv) -> Player:
     return Player(from_dict(TrainConfig, json.loads(config), "the config"), make)
 
 
-def _play(config: str, make: MakeEnv, parcel: Parcel) -> Parcel:
-    """In a worker."""
-    player, (about, tensors) = _player(config, make), _unpacked(parcel)
+def _play(config: str, make: MakeEnv, parcel: Parcel | None) -> Parcel | None:
+    """In a worker; without a parcel it only prepares."""
+    player = _player(config, make)
+    if parcel is None:
+        return None
+    about, tensors = _unpacked(parcel)
     scenarios = Scenarios(**inside(tensors, "scenarios."), kinds=player.config.env.family.kinds)
     return player.play(about["number"], inside(tensors, "weights."), scenarios, tensors.get("twin")).pack()
 
@@ -135,13 +138,9 @@ class Rounds:
         self.config, self.make, self.workers, self.here = config, make, workers, workers.here
         self._text = json.dumps(to_dict(config))
         if self.here:
-            self.player  # noqa: B018 - what it lacks is found now
-        else:
-            list(workers.run({"the environment": functools.partial(_prepare, self._text, make)}))
-
-    @functools.cached_property
-    def player(self) -> Player:
-        return Player(self.config, self.make)
+            self.player = Player(config, make)
+        else:  # whatever an environment lacks is one sentence before the first round
+            list(workers.run({"the environment": functools.partial(_play, self._text, make, None)}))
 
     def submit(self, number: int, weights: Mapping[str, Tensor], scenarios: Scenarios,
                twins: TwinScores) -> Iterator[Done]:
@@ -165,8 +164,3 @@ class Rounds:
         tensors |= {f"scenarios.{name}": t for name, t in scenarios.columns().items()}
         tensors |= {} if twin is None else {"twin": twin}
         return functools.partial(_play, self._text, self.make, _packed({"number": number}, tensors))
-
-
-def _prepare(config: str, make: MakeEnv) -> None:
-    """In a worker: whatever an environment lacks is one sentence before the first round."""
-    _player(config, make)

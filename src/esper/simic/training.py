@@ -153,11 +153,6 @@ class Training:
             "score": last.score, "params": last.params.sum(1), "spent": last.spent})
         return played.returns
 
-    @property
-    def world(self) -> RewardWorld:
-        """Where rounds are played here."""
-        return self.rounds.player.world
-
     @functools.cached_property
     def exam(self) -> RewardWorld:
         """Scored as the proof is; its twins are computed once."""

@@ -3,6 +3,7 @@ return is the same wherever they run, if the number of threads is. A worker that
 and its call is given to another."""
 
 import contextlib
+import functools
 import io
 import os
 import platform
@@ -32,25 +33,17 @@ _KEPT = 2000  # characters of what a worker printed
 Call = Callable[[], Any]
 
 
-class Answer(NamedTuple):
-    """What came of a call in a worker."""
+class Done(NamedTuple):
+    """What came of a call, and how."""
 
     value: Any = None
-    error: str = ""  # one sentence, or a traceback where `expected` is false
-    expected: bool = True
     seconds: float = 0.0
-    log: str = ""  # what it printed, the end of it
-
-
-class Done(NamedTuple):
-    """A call that returned, and how it came about."""
-
-    name: str
-    value: Any
-    worker: str
-    seconds: float
+    log: str = ""  # what its worker printed, the end of it
+    error: str = ""  # one sentence, or a traceback if nobody `expected` it
+    expected: bool = True
+    name: str = ""  # of the call
+    worker: str = "here"
     tries: int = 1
-    log: str = ""
 
 
 class Lost(Exception):
@@ -60,14 +53,13 @@ class Lost(Exception):
 class Workers:
     """This process alone: one call after the other."""
 
-    count, here = 1, True
+    here = True
 
     def run(self, calls: Mapping[str, Call]) -> Iterator[Done]:
         """Every call once, as they end; who needs an order sorts by name."""
         for name, call in calls.items():
-            started = time.perf_counter()
-            value = call()
-            yield Done(name, value, "here", time.perf_counter() - started)
+            started, value = time.perf_counter(), call()
+            yield Done(value, time.perf_counter() - started, name=name)
 
     def close(self) -> None: ...
 
@@ -89,9 +81,13 @@ class Worker:
 
 
 class Pool(Workers):
-    """So many workers; subclasses say how one is started, asked and stopped."""
+    """So many workers. Subclasses say how one is started, asked (which blocks, and raises `Lost` if nobody
+    will answer) and stopped."""
 
     here = False
+    start: Callable[[int], Any]
+    ask: Callable[[Any, Call], Done]
+    stop: Callable[[Any], None]
 
     def __init__(self, count: int, threads: int = 1, time_limit: float = 0.0) -> None:
         """Each has so many threads, and is given up if a call takes longer than the limit (0: never)."""
@@ -100,37 +96,25 @@ class Pool(Workers):
                              "there must be at least 1 worker and thread, and a limit is 0 or more seconds")
         self.count, self.threads, self.time_limit = count, threads, time_limit
         self.workers: list[Worker] = []
-        self._answers: queue.Queue[tuple[Worker, Answer | None]] = queue.Queue()
-
-    def start(self, number: int) -> Any:
-        raise NotImplementedError
-
-    def ask(self, handle: Any, call: Call) -> Answer:
-        """Blocks; raises `Lost` if nobody will answer."""
-        raise NotImplementedError
-
-    def stop(self, handle: Any) -> None:
-        raise NotImplementedError
+        self._answers: queue.Queue[tuple[Worker, Done | None]] = queue.Queue()
 
     def run(self, calls: Mapping[str, Call]) -> Iterator[Done]:
         left, tries, began = dict(calls), Counter[str](), time.monotonic()
         try:
             while left:
-                self._hire()
                 self._assign(left, tries)
-                for worker, answer in self._heard():
+                for worker, done in self._heard():
                     name, worker.task = str(worker.task), None
-                    if answer is None:
+                    if done is None:
                         self._replace(worker, name, tries, "it ended early, perhaps for want of memory")
-                    elif answer.error:
-                        raise (EsperError(answer.error) if answer.expected else
-                               RuntimeError(f"in worker {worker.name or name}: {answer.error}"))
+                    elif done.error:
+                        raise (EsperError if done.expected else RuntimeError)(done.error)
                     elif worker.name:
                         del left[name]
-                        yield Done(name, answer.value, worker.name, answer.seconds, tries[name], answer.log)
+                        yield done._replace(name=name, worker=worker.name, tries=tries[name])
                     else:
-                        worker.name = _same(answer.value)
-                self._look_for_trouble(tries, began)
+                        worker.name = _same(done.value)
+                self._look_for_trouble(tries, time.monotonic() - began)
         except BaseException:  # nobody waits for what is still being computed
             self.close()
             raise
@@ -140,16 +124,15 @@ class Pool(Workers):
         for worker in workers:
             self.stop(worker.handle)
 
-    def _hire(self) -> None:
+    def _assign(self, left: Mapping[str, Call], tries: Counter[str]) -> None:
+        """Workers to those that are missing, calls to those that are free."""
         while len(self.workers) < self.count:
             self.workers.append(Worker(self.start(len(self.workers))))
-            self._give(self.workers[-1], "introduction", _Introduction(self.threads, tuple(PREPARATIONS)))
-
-    def _assign(self, left: Mapping[str, Call], tries: Counter[str]) -> None:
+            first = functools.partial(_introduce, self.threads, tuple(PREPARATIONS))
+            self._give(self.workers[-1], "introduction", first)
         given = {worker.task for worker in self.workers}
-        waiting = (name for name in left if name not in given)
         free = (worker for worker in self.workers if worker.name and worker.task is None)
-        for worker, name in zip(free, waiting, strict=False):
+        for worker, name in zip(free, [name for name in left if name not in given], strict=False):
             tries[name] += 1
             self._give(worker, name, left[name])
 
@@ -157,18 +140,17 @@ class Pool(Workers):
         worker.task, worker.since = name, time.monotonic()
 
         def exchange() -> None:  # a thread of its own: a worker that stopped reading blocks nobody else
-            answer: Answer | None
+            done: Done | None = None
             try:
-                answer = self.ask(worker.handle, call)
-            except Lost:
-                answer = None
+                done = self.ask(worker.handle, call)
             except Exception as error:
-                answer = Answer(error=str(error) or repr(error), expected=isinstance(error, EsperError))
-            self._answers.put((worker, answer))
+                if not isinstance(error, Lost):
+                    done = Done(error=str(error) or repr(error), expected=isinstance(error, EsperError))
+            self._answers.put((worker, done))
 
         threading.Thread(target=exchange, daemon=True).start()
 
-    def _heard(self) -> list[tuple[Worker, Answer | None]]:
+    def _heard(self) -> list[tuple[Worker, Done | None]]:
         """What has arrived within a second, of workers that are still ours."""
         heard = []
         with contextlib.suppress(queue.Empty):
@@ -177,13 +159,11 @@ class Pool(Workers):
                 heard.append(self._answers.get_nowait())
         return [each for each in heard if each[0] in self.workers]
 
-    def _look_for_trouble(self, tries: Counter[str], began: float) -> None:
-        now = time.monotonic()
+    def _look_for_trouble(self, tries: Counter[str], waited: float) -> None:
         for worker in [w for w in self.workers if w.name and w.task is not None]:
-            if self.time_limit and now - worker.since > self.time_limit:
-                name = str(worker.task)
-                self._replace(worker, name, tries, f"it did not answer within {self.time_limit:g} s")
-        if now - began > PATIENCE and not any(worker.name for worker in self.workers):
+            if self.time_limit and time.monotonic() - worker.since > self.time_limit:
+                self._replace(worker, str(worker.task), tries, f"it did not answer in {self.time_limit:g} s")
+        if waited > PATIENCE and not any(worker.name for worker in self.workers):
             raise EsperError(f"no worker has come within {PATIENCE:g} s; "
                              "see that there are free cores (and devices) for one")
 
@@ -214,11 +194,10 @@ class Processes(Pool):
         theirs.close()  # ours alone would keep it open: a worker that dies must be heard
         return process, mine
 
-    def ask(self, handle: Any, call: Call) -> Answer:
-        _, connection = handle
+    def ask(self, handle: Any, call: Call) -> Done:
         try:
-            connection.send(call)
-            return connection.recv()
+            handle[1].send(call)
+            return handle[1].recv()
         except (EOFError, OSError) as error:
             raise Lost from error
 
@@ -229,22 +208,17 @@ class Processes(Pool):
         connection.close()
 
 
-class _Introduction:
-    """The first call of a worker: it prepares, and says who it is and what it computes with."""
-
-    def __init__(self, threads: int, preparations: tuple[Callable[[], object], ...]) -> None:
-        self.threads, self.preparations = threads, preparations
-
-    def __call__(self) -> dict[str, str]:
-        torch.set_num_threads(self.threads)
-        for prepare in self.preparations:
-            prepare()
-        return {"name": f"{platform.node()}:{os.getpid()}", **versions()}
-
-
 def versions() -> dict[str, str]:
     """What must be the same for bits to be."""
     return {"esper": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _introduce(threads: int, preparations: tuple[Callable[[], object], ...]) -> dict[str, str]:
+    """The first call of a worker: it prepares, and says who it is and what it computes with."""
+    torch.set_num_threads(threads)
+    for prepare in preparations:
+        prepare()
+    return {"name": f"{platform.node()}:{os.getpid()}", **versions()}
 
 
 def _same(told: dict[str, str]) -> str:
@@ -256,18 +230,17 @@ def _same(told: dict[str, str]) -> str:
     return told["name"]
 
 
-def answer(call: Call) -> Answer:
+def answer(call: Call) -> Done:
     """In a worker: what comes of a call, whatever that is."""
-    printed, started = io.StringIO(), time.perf_counter()
-    value, error, expected = None, "", True
+    printed, started, done = io.StringIO(), time.perf_counter(), Done()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            value = call()
+            done = Done(call())
         except EsperError as wrong:
-            error = str(wrong)
+            done = Done(error=str(wrong))
         except Exception:
-            error, expected = traceback.format_exc(), False
-    return Answer(value, error, expected, time.perf_counter() - started, printed.getvalue()[-_KEPT:])
+            done = Done(error=f"in worker {os.getpid()}: {traceback.format_exc()}", expected=False)
+    return done._replace(seconds=time.perf_counter() - started, log=printed.getvalue()[-_KEPT:])
 
 
 def _serve(connection: Any, parent: int, device: str) -> None:

@@ -146,7 +146,7 @@ def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: i
     family, names, parts, done, rollbacks = config.family, list(scripts), list[tuple[Any, ...]](), 0, 0
     total = len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
     workers = workers or Workers()
-    _environments.clear()
+    _kept.clear()  # a task may have other data since
     for horizon in sorted(set(family.horizons)):
         scenarios, number = grid(family, inits, horizon)
         jobs = torch.cartesian_prod(torch.arange(len(scenarios)), torch.arange(len(names)))
@@ -180,17 +180,16 @@ def _early(config: EnvConfig, scenarios: Scenarios, preview_steps: int) -> "Earl
     return observe_early(Evaluator(config), scenarios, preview_steps)
 
 
-_environments: dict[tuple[str, int], MorphogeneticEnv] = {}  # the last of this process, by config and rows
+_kept: dict[str, MorphogeneticEnv] = {}  # the last environment of this process, for the next batch
 
 
 def _play_batch(config: EnvConfig, rows: int, scenarios: Scenarios, scripts: list[Script],
                 record: Path | None) -> tuple[Tensor, int]:
     """([rows, 4] scores on both halves, parameters and compute of what was delivered; rollbacks)"""
-    key = repr(config), rows
-    if key not in _environments:
-        _environments.clear()
-        _environments[key] = MorphogeneticEnv(config, rows)
-    env = _environments[key]
+    if (key := f"{config} {rows}") not in _kept:
+        _kept.clear()
+        _kept[key] = MorphogeneticEnv(config, rows)
+    env = _kept[key]
     before, episodes = len(env.rollbacks), play(env, Scripted(scripts), scenarios)
     if record is not None:
         episodes.save(record)
