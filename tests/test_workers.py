@@ -116,7 +116,7 @@ def _first(marker: Path, trouble: Callable[[], object]) -> str:
 
 
 def test_a_worker_that_hangs_is_replaced(two: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two, "time_limit", 1.0)
+    monkeypatch.setattr(two, "time_limit", 4.0)
     calls = {"slow": functools.partial(_first, tmp_path / "slow", functools.partial(time.sleep, 60)), "fast": functools.partial(int, 3)}
     found = {done.name: done for done in two.run(calls)}
     assert (found["slow"].value, found["slow"].tries, found["fast"].value) == ("answered", 2, 3)
