@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: setup test tests lint demo clean
+.PHONY: setup test tests lint demo docs clean
 
 setup: $(READY)
 
@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 lint: $(READY)
-	$(VENV)/bin/ruff check src tests benchmarks experiments
+	$(VENV)/bin/ruff check src tests tools benchmarks experiments
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
@@ -27,6 +27,12 @@ tests: $(READY)
 
 demo: $(READY)
 	$(VENV)/bin/esper demo
+
+# Needs nothing from the network once the extra is installed; the site is build/site/index.html.
+docs: $(READY)
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(VENV)/bin/python tools/docs.py api
+	$(VENV)/bin/python tools/docs.py site
 
 clean:
 	rm -rf $(VENV) build dist demo

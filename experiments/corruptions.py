@@ -22,6 +22,7 @@ from torch import nn
 from esper.cli import main as esper
 from esper.cli.runs import load_run
 from esper.door import attach, grow
+from esper.door.keeping import state
 from esper.kasmina import Host, Population
 from esper.leyline import EsperError
 from esper.leyline.codec import to_dict
@@ -97,7 +98,7 @@ def _growing(path: Path) -> Any:
         growing.load(path)
     else:
         growing.save(path)
-    header, tensors = growing.state()
+    header, tensors = state(growing)
     return header, {name: value.nan_to_num(-1).tolist() for name, value in tensors.items()}
 
 

@@ -2,10 +2,13 @@
 
     pip install transformers      # not among Esper's requirements
     python -m experiments.do_no_harm --steps 200
+    python -m experiments.do_no_harm --compiled aot_eager --steps 16        # writes do_no_harm_aot_eager.json
+    python -m experiments.do_no_harm --compiled inductor --steps 16 --few
+    python -m experiments.do_no_harm --live                                 # writes do_no_harm_live.json
 
 Every model is trained twice from the same state, plainly and attached with a controller that waits, and compared bit by bit:
 weights, buffers, optimizer states, random states. Then it grows by a fixed plan, and what is delivered is compared with the
-grown model. Writes experiments/results/do_no_harm.json.
+grown model. `--live` takes the time of 8 steps with 0, 1 and 3 live seeds over those of the plain loop. Writes experiments/results/do_no_harm.json.
 """
 
 import itertools
@@ -83,16 +86,30 @@ class Keep:
         return torch.tensor([view.spec.action("FOSSILIZE" if keep else "WAIT", slot=slot)])
 
 
-def train(name: str, optimizer: str, scheduler: str, controller: Any, steps: int) -> tuple[nn.Module, Any, Any]:
+class Live:
+    """Germinate in as many slots, one an epoch, and leave it at that."""
+
+    def __init__(self, seeds: int) -> None:
+        self.seeds = seeds
+
+    def __call__(self, view: View) -> Tensor:
+        slot = int(view.clock) - 1
+        more = {"slot": slot, "blueprint": view.spec.blueprints[3]} if slot < min(self.seeds, view.spec.slots) else {}
+        return torch.tensor([view.spec.action("GERMINATE" if more else "WAIT", **more)])
+
+
+def train(name: str, optimizer: str, scheduler: str, controller: Any, steps: int, compiled: str = "") -> tuple[nn.Module, Any, Any]:
     """(model, optimizer, what attach returned) after so many steps in epochs of eight."""
+    torch._dynamo.reset()
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
     make, reads = models()[name]
-    model = make()
+    model: Any = make()
     optim = OPTIMIZERS[optimizer](model.parameters())
     turn, growing = SCHEDULERS[scheduler](optim), None
+    model = torch.compile(model, backend=compiled) if compiled else model
     if controller is not None:
-        options = {"slots": ["left", "right"]} if name == "skips" else {}
+        options = {"slots": ["inner", "left", "right"]} if name == "skips" else {}
         growing = esper.attach(model, optim, example=batch(reads, slice(0, 4)), controller=controller, epochs=10**6, schedulers=[turn],
                                loss=lambda net, data: net(**data).loss, data=[batch(reads, slice(0, 16))], shadow_steps=4, **options)
 
@@ -117,9 +134,9 @@ def facts(model: nn.Module, optim: torch.optim.Optimizer) -> list[Tensor]:
     return [*model.state_dict().values(), *states, torch.get_rng_state(), torch.tensor([random.random(), np.random.rand()])]
 
 
-def grown(name: str) -> dict[str, float]:
+def grown(name: str, compiled: str) -> dict[str, float]:
     """A seed is trained, blended in and kept; how far is what is delivered from the grown model?"""
-    model, _, growing = train(name, "adamw", "one cycle", Keep(), 96)
+    model, _, growing = train(name, "adamw", "one cycle", Keep(), 96, compiled)
     reads = models()[name][1]
     with torch.no_grad():
         wanted = model.eval()(**batch(reads, slice(0, 8))).logits
@@ -127,9 +144,9 @@ def grown(name: str) -> dict[str, float]:
         return {"parameters": kept, "difference": float((net(**batch(reads, slice(0, 8))).logits - wanted).abs().max())}
 
 
-def overhead(name: str, pairs: int = 20) -> float:
-    """Attached and dormant, time of 8 steps over that of the plain loop: the median of pairs."""
-    made = [train(name, "adamw", "cosine", controller, 8) for controller in (None, "wait")]
+def overhead(name: str, seeds: int, pairs: int = 20) -> dict[str, float]:
+    """Attached with so many live seeds, time of 8 steps over that of the plain loop: the median of interleaved pairs."""
+    made = [train(name, "adamw", "cosine", controller, 64) for controller in (None, Live(seeds))]
     reads, ratios = models()[name][1], []
     for _ in range(pairs):
         seconds = []
@@ -141,25 +158,36 @@ def overhead(name: str, pairs: int = 20) -> float:
                 optim.step()
             seconds.append(time.perf_counter() - begin)
         ratios.append(seconds[1] / seconds[0])
-    return statistics.median(ratios)
+    growing = made[1][2]
+    return {"live": len(growing.joined), "grown over host": growing.params / growing.cost.params, "time": statistics.median(ratios)}
 
 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--compiled", default="", help="a backend of torch.compile")
+    options.add_argument("--few", action="store_true", help="one optimizer and one scheduler for each model")
+    options.add_argument("--live", action="store_true", help="what live seeds cost, and nothing else")
     chosen = options.parse_args()
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    if chosen.live:
+        times = {name: [overhead(name, seeds) for seeds in (0, 1, 3)] for name in models()}
+        print(times)
+        return write(chosen, "do_no_harm_live", {"time of 8 steps over the plain loop's, median of 20 pairs": times})
     same: dict[str, list[str]] = {"identical": [], "different": []}
-    for name, optimizer, scheduler in itertools.product(models(), OPTIMIZERS, SCHEDULERS):
-        plain = facts(*train(name, optimizer, scheduler, None, chosen.steps)[:2])
-        attached = facts(*train(name, optimizer, scheduler, "wait", chosen.steps)[:2])
+    optimizers, schedulers = (list(each)[: 1 if chosen.few else None] for each in (OPTIMIZERS, SCHEDULERS))
+    for name, optimizer, scheduler in itertools.product(models(), optimizers, schedulers):
+        plain = facts(*train(name, optimizer, scheduler, None, chosen.steps, chosen.compiled)[:2])
+        attached = facts(*train(name, optimizer, scheduler, "wait", chosen.steps, chosen.compiled)[:2])
         equal = len(plain) == len(attached) and all(map(torch.equal, plain, attached))
         same["identical" if equal else "different"].append(f"{name}, {optimizer}, {scheduler}")
         print(name, optimizer, scheduler, equal, flush=True)
-    delivered, ratios = {name: grown(name) for name in models()}, {name: overhead(name) for name in models()}
-    print(delivered, ratios)
-    write(chosen, "do_no_harm", {"steps": chosen.steps, "combinations": len(same["identical"]) + len(same["different"]), **same,
-                                 "delivered": delivered, "dormant_over_plain": ratios})
+    result: dict[str, Any] = {"steps": chosen.steps, "compiled": chosen.compiled,
+                              "combinations": len(same["identical"]) + len(same["different"]), **same}
+    result["delivered"] = {name: grown(name, chosen.compiled) for name in models()}
+    print(result)
+    write(chosen, "do_no_harm" + f"_{chosen.compiled}" * bool(chosen.compiled), result)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def command(folder: Path, rounds: int, resume: bool, shards: int = 1, workers: i
 
 
 def rows(folder: Path, table: str) -> list[tuple[Any, ...]]:
-    """Everything but how long it took."""
-    found = read(folder / "run.db", f"SELECT name FROM pragma_table_info('{table}') WHERE name != 'seconds'")
+    """Everything but how long it took and when it ended."""
+    found = read(folder / "run.db", f"SELECT name FROM pragma_table_info('{table}') WHERE name NOT IN ('seconds', 'ended')")
     return read(folder / "run.db", f"SELECT {', '.join(name for (name,) in found)} FROM {table}")
 
 

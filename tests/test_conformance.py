@@ -55,7 +55,10 @@ def shapes(kind: str) -> tuple[SlotShape, ...]:
 
 def newborn(kind: str, name: str, style: Style, shape: SlotShape) -> Graft:
     prototype = find_blueprint(kind, name).prototype(shape)
-    return Graft(prototype.plain(prototype.fresh(torch.tensor([7]))[0]), style, 1.0, torch.zeros(prototype.gate_size), bool(shape.tokens))
+    gate = nn.utils.skip_init(nn.Linear, shape.channels, 1) if style is Style.GATE else None
+    for parameter in () if gate is None else gate.parameters():
+        nn.init.zeros_(parameter)
+    return Graft(prototype.plain(prototype.fresh(torch.tensor([7]))[0]), style, 1.0, bool(shape.tokens), gate)
 
 
 @pytest.mark.parametrize(("kind", "name", "style"), EVERY)

@@ -18,6 +18,7 @@ from esper.leyline import ActionSpec, EsperError, SeedStage
 from esper.leyline.codec import to_dict
 from esper.simic.proof.baselines import Tuned, births, family_digest, halving, shuffled, tune
 from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.identify import Identification
 from esper.simic.proof.plans import Plan
 from esper.simic.proof.proving import Contestant, ProofConfig, prove
 from esper.simic.proof.sweep import conditions
@@ -35,7 +36,8 @@ TUNED = Tuned(
     Plan(("low_rank", None)), [Plan(("low_rank", None)), Plan((None, "glu")), Plan((None, None)), Plan(("norm", "norm"), 1)],
     [[Plan(("glu", None)), Plan((None, "norm")), Plan((None, "low_rank")), Plan((None, None)), Plan(("mlp_heavy", "norm"))]] * 4,
     Rule((Split(0, 2.0), None, None), ((0,) * 4, (0,) * 4, (1,) * 4, (1,) * 4)),
-    [Plan(("norm", None), 2), Plan(("glu", "norm"), 2)], 2)
+    [Plan(("norm", None), 2), Plan(("glu", "norm"), 2)], 2,
+    Identification(1, Plan((None, None)), [Plan((None, None)), Plan(("norm", None))], [10, 12], [[[0.0] * 5] * 9] * 2, [[[[0.5, 0, 0], [0.6, 9, 0]]] * 5] * 2, 8))
 N = 24
 CONFIG = EnvConfig(FAMILY, previews=PreviewConfig(4, 2))
 

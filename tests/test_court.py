@@ -100,7 +100,7 @@ def test_one_control_that_is_as_good_is_enough_to_fail(control: str) -> None:
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_missing_arm_is_refused(control: str) -> None:
-    everyone = {name: {k: v for k, v in each.items() if k != control} for name, each in three(n=96).items()}
+    everyone = {name: {k: v for k, v in each.items() if k != control} for name, each in three(n=128).items()}
     claims = judge(everyone, PILOT)
     verdict, reason = finding(claims)
     assert verdict == "refused"

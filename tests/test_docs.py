@@ -2,26 +2,31 @@
 
 import hashlib
 import json
-import os
+import multiprocessing
 import re
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import pytest
 from experiments import tables
+from tools.docs import api_page, stage
 
-from esper.cli import main
+from esper.cli import COMMANDS as VERBS, main
 from esper.nissa.glossary import glossary
 from esper.simic.metrics import METRICS
 from esper.simic.proof.claims import BEATEN, MATCHED
 from esper.tamiyo import TRIGGERS
 from esper.tamiyo.minds import read_mind
 from esper.tolaria.families import FAMILIES
+from tests.pasted import run_pasted
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-CONCEPTS = (ROOT / "docs" / "concepts.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
 
 
@@ -29,24 +34,72 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-HOSTS, DOOR = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("hosts", "door"))
-BLOCKS = [block for page in (README, CONCEPTS, HOSTS, DOOR) for block in fenced(page, "python")]
-COMMANDS = re.findall(r"^esper .*?(?=\s*#|$)", "\n".join(fenced(README, "sh")), re.MULTILINE)
+BLOCKS = {f"{page.name}-{number}": block for page in PAGES for number, block in enumerate(fenced(page.read_text(), "python"))}
+COMMANDS = re.findall(r"^esper .*?(?=\s*#|$)", "\n".join(block for page in PAGES for block in fenced(page.read_text(), "sh")), re.MULTILINE)
 
 
 def test_the_readme_is_short() -> None:
     assert len(README) <= 8000
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_code_runs_when_pasted_alone(number: int, tmp_path: Path) -> None:
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-W", "error", "-c", BLOCKS[number]], cwd=tmp_path, check=True, env=one_thread)
+@pytest.fixture(scope="module")
+def server() -> ForkServerContext:
+    """Starts processes that have imported Esper already, and nothing else of ours."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["esper.simic.proof", "esper.door"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ensure_running()
+    return context
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_code_runs_when_pasted_alone(name: str, server: ForkServerContext, tmp_path: Path) -> None:
+    process = server.Process(target=run_pasted, args=(BLOCKS[name], tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "said").read_text()
+
+
+def test_code_that_fails_is_noticed(server: ForkServerContext, tmp_path: Path) -> None:
+    """Also what only warns, and names that an earlier block had."""
+    for number, block in enumerate(("import esper", "esper", "import warnings\nwarnings.warn('old', stacklevel=1)")):
+        (folder := tmp_path / str(number)).mkdir()
+        process = server.Process(target=run_pasted, args=(block, folder))
+        process.start()
+        process.join()
+        assert (process.exitcode == 0) == (number == 0), (folder / "said").read_text()
 
 
 def test_there_is_code_to_run() -> None:
     assert len(fenced(README, "python")) >= 3
     assert len(COMMANDS) >= 2
+    assert len(BLOCKS) >= 20
+    unknown = {fence for page in PAGES for fence in re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE)} - {"python", "sh", "toml", "text"}
+    assert not unknown, "code in another language is not tried"
+
+
+def test_the_reference_is_current() -> None:
+    assert (ROOT / "docs" / "api.md").read_text() == api_page(), "run python tools/docs.py api"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")} <= named
+    there = {page for page in named if (ROOT / page.replace("index.md", "README.md")).exists()}
+    assert named - there <= {"docs/rl.md", "docs/export.md"}, "pages that are still to come"
+
+
+@pytest.mark.skipif(find_spec("zensical") is None, reason="needs the extra docs")
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    stage(tmp_path / "build" / "pages")
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=tmp_path, check=True)
+    pages = sorted((tmp_path / "build" / "site").rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        loads = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?https?:[^> ]*|<link[^>]* href=\"?https?:[^> ]*|url\(https?:[^)]*", page.read_text())
+        assert not loads, f"{page.name} loads {loads[0]}"
 
 
 def helped(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -60,8 +113,9 @@ def helped(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_readme_commands_have_the_options_they_use(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = helped(command.split()[1], capsys)
+def test_commands_have_the_options_they_use(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    verb = max((v for v in VERBS if f"{command} ".startswith(f"esper {v} ")), key=len)
+    said = helped(verb, capsys)
     for option in re.findall(r"--[\w-]+", command):
         assert re.search(rf"{option}\b", said), f"{command}: no option {option}"
 

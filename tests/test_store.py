@@ -114,7 +114,7 @@ def test_the_published_figures_hold_their_lines() -> None:
     assert all(result[name] < line for name, line in LINES.items())
     said = (f"{result['commit_ms']:.1f} ms to commit an epoch, "
             f"{result['bytes_per_environment_epoch']:.0f} bytes per environment and epoch, "
-            f"{result['query_ms']:.1f} ms for a reader's question")
+            f"{result['query_ms']:.1f} ms for a viewer's panels")
     assert said in " ".join((ROOT / "experiments" / "README.md").read_text().split())
 
 

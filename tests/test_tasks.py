@@ -35,7 +35,6 @@ from esper.tolaria.tasks import (
     add_data,
     load_task,
     open_test,
-    present,
     where,
 )
 
@@ -168,7 +167,7 @@ def test_cache_equals_the_generator_and_its_randomness_stays_inside(generated: P
 
 
 def test_without_package_and_cache_it_says_what_to_install(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert present(TASKS["digits"])
+    assert where(TASKS["digits"]) == "built in"
     (kept / "digits-train.safetensors").unlink()
     assert where(TASKS["digits"]) is None
     with pytest.raises(EsperError, match=r"install scikit-learn$"):

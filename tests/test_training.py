@@ -70,8 +70,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Training]:
 
 
 def everything(folder: Path, table: str) -> list[tuple[Any, ...]]:
-    """All rows but for how long they took."""
-    names = [name for (name,) in read(folder / "run.db", f"SELECT name FROM pragma_table_info('{table}')") if name != "seconds"]
+    """All rows but for how long they took, and when they ended."""
+    names = [name for (name,) in read(folder / "run.db", f"SELECT name FROM pragma_table_info('{table}')") if name not in ("seconds", "ended")]
     return read(folder / "run.db", f"SELECT {', '.join(names)} FROM {table}")
 
 
@@ -153,6 +153,25 @@ def test_the_store_tells_every_epoch_and_its_terms_sum(straight: tuple[Path, Tra
     assert read(path, "SELECT count(*) FROM step WHERE op = 'GERMINATE' AND blueprint IS NULL") == [(0,)]
     assert read(path, "SELECT DISTINCT slot FROM step WHERE op = 'WAIT'") == [(None,)]
     assert read(path, "SELECT count(*), count(DISTINCT round) FROM exam WHERE policy = 'learned'") == [(6, 1)]
+
+
+def test_the_store_tells_what_the_controller_thought_and_every_seed(straight: tuple[Path, Training]) -> None:
+    path = straight[0] / "run.db"
+    parts = " * ".join(f"ifnull(chance_{head}, 1)" for head in ("op", "slot", "blueprint"))
+    assert read(path, f"SELECT max(abs(chance - {parts})), min(chance) > 0 FROM step")[0] == (pytest.approx(0, abs=1e-5), 1)
+    assert read(path, "SELECT count(*) FROM step WHERE value IS NULL") == [(0,)]
+    assert read(path, "SELECT count(DISTINCT value) > 1, count(chance_blueprint) > 0 FROM step") == [(1, 1)]
+    assert read(path, "SELECT count(*) FROM step WHERE op != 'GERMINATE' AND chance_blueprint IS NOT NULL") == [(0,)]
+    entered = read(path, "SELECT m.target, s.stage, count(*) FROM move m LEFT JOIN seed s USING (round, epoch, row, slot) "
+                         "WHERE m.target IN ('BLENDING', 'FOSSILIZED') GROUP BY 1, 2")
+    assert entered
+    assert all(target == stage for target, stage, _ in entered), "seeds are as the epoch left them"
+    known = read(path, "SELECT stage, count(contribution), count(preview), count(*), max(error) < 1 FROM seed GROUP BY stage")
+    told = {stage: counts for stage, *counts in known}
+    assert told["TRAINING"][0] == 0 < told["TRAINING"][1]
+    assert told["BLENDING"][1] == 0 < told["BLENDING"][0]
+    assert all(small in (1, None) for *_, small in told.values())
+    assert read(path, "SELECT count(*) FROM seed WHERE stage = 'DORMANT'") == [(0,)]
 
 
 def test_examinations_pay_no_growth_nothing_but_its_previews(tmp_path: Path) -> None:
@@ -579,7 +598,7 @@ def known() -> bool:
 
 
 def test_names_are_registered_once() -> None:
-    with pytest.raises(EsperError, match="already a family 'mlp'; give yours another name"):
+    with pytest.raises(EsperError, match="the family 'mlp' exists already; give yours another name"):
         register_family(find_family("mlp"))
     with pytest.raises(EsperError, match="must be a Family, not a str"):
         register_family("mlp")  # type: ignore[arg-type]
@@ -588,14 +607,17 @@ def test_names_are_registered_once() -> None:
 def test_hosts_that_break_in_their_first_epoch_stop_no_update(tmp_path: Path) -> None:
     """A rate of 3,000 breaks every eighth host at once; its rewards are numbers, and every update learns."""
     told: list[dict[str, Any]] = []
+    alarms: list[dict[str, Any]] = []
 
     class Rounds(Nowhere):
         def write(self, table: str, columns: Any) -> None:
             told.extend([dict(columns)] * (table == "round"))
+            alarms.extend([dict(columns)] * (table == "anomaly"))
 
     family = toy_family(horizons=(6,), lrs=(1e-2,) * 7 + (3000.0,))
     config = TrainConfig(env=EnvConfig(family), rounds=2, rows=16, exam_every=0, ppo=PPOConfig(minibatches=4))
     training = Training(config, tmp_path, Rounds(), make=toys)
     training.run()
     assert any(rollback.epoch == 1 for rollback in training.rounds.player.world.env.rollbacks)
+    assert sum(alarm["value"] for alarm in alarms if alarm["kind"] == "rollback") == len(training.rounds.player.world.env.rollbacks)
     assert [(row["skipped"], row["steps"] > 0, math.isfinite(row["utility"])) for row in told] == [(0, True, True)] * 2

@@ -15,26 +15,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from esper.door import attach, grow
-    from esper.kasmina import Host, OptimConfig, Population, register_blueprint
+    from esper.door import attach, export, grow
+    from esper.kasmina import Host, Objective, OptimConfig, Population, register_blueprint, register_objective
     from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
-    from esper.simic import PPOAgent, PPOConfig, RewardWorld, TrainConfig, Training
+    from esper.simic import PPOAgent, PPOConfig, RewardWorld, TrainConfig, Training, register_reward
     from esper.simic.proof import prove
-    from esper.tamiyo import Controller, Heuristic, Learned, Random, Wait
+    from esper.tamiyo import Controller, Heuristic, Learned, Random, Wait, register_policy
     from esper.tolaria.env import EnvConfig, MorphogeneticEnv
     from esper.tolaria.episodes import Episodes, Twins, play, replay
     from esper.tolaria.families import find_family, register_family
     from esper.tolaria.scenarios import Family, Kind
-    from esper.tolaria.tasks import Task, TaskData, load_task
+    from esper.tolaria.tasks import Task, TaskData, load_task, register_task
 
 _ROOMS = ("leyline", "kasmina", "tamiyo", "tolaria", "simic", "simic.proof", "door")
 """Lowest first: none is imported for a name that a lower one has."""
 __all__ = [
     "ActionSpec", "Controller", "EnvConfig", "Episodes", "EsperError", "Family", "Heuristic", "Host", "Kind",
-    "Learned", "LifecycleOp", "MorphogeneticEnv", "OptimConfig", "PPOAgent", "PPOConfig", "Population",
-    "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training", "Twins", "Wait",
-    "attach", "find_family", "grow", "load_task", "play", "prove", "register_blueprint", "register_family",
-    "replay",
+    "Learned", "LifecycleOp", "MorphogeneticEnv", "Objective", "OptimConfig", "PPOAgent", "PPOConfig",
+    "Population", "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training",
+    "Twins", "Wait", "attach", "export", "find_family", "grow", "load_task", "play", "prove",
+    "register_blueprint", "register_family", "register_objective", "register_policy", "register_reward",
+    "register_task", "replay",
 ]
 
 

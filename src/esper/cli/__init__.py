@@ -25,8 +25,15 @@ COMMANDS = {
     "train": (options.Train, "let a controller learn on a family of scenarios"),
     "prove": (options.Prove, "put trained controllers before the court"),
     "sweep": (options.Sweep, "play scripted decisions: what is knowledge worth?"),
-    "replay": (options.Replay, "run recorded episodes again and compare them bit by bit")}
+    "runs": (options.RunsList, "list the runs of a folder: state, family, examinations, age"),
+    "runs show": (options.RunsShow, "print one panel of a run: a question and its answer"),
+    "runs compare": (options.RunsCompare, "which run is better, and may that be luck?"),
+    "sql": (options.Sql, "ask the store of a run a question of your own"),
+    "replay": (options.Replay, "run recorded episodes again and compare them bit by bit"),
+    "export": (options.Export, "write a network that was grown as files that need no Esper"),
+    "doctor": (options.Doctor, "say what is installed and found here, and test it")}
 """verb -> (options, what it does); `run` of the module that its first word names takes the options."""
+IDLE = ("tasks", "runs", "sql")  # they compute nothing
 
 
 def usage() -> str:
@@ -73,7 +80,7 @@ def _run(verb: str | None, words: Sequence[str]) -> int:
     config: Any = tyro.cli(COMMANDS[verb][0], args=words[1 + len(more) :], prog=f"esper {verb}")
     keep_freed_memory()
     console = Console(highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())  # names may hold [
-    if module != "tasks" and (changed := choose_threads()):
+    if module not in IDLE and (changed := choose_threads()):
         console.print(changed, style="dim")
     return import_module(f"esper.cli.{module}").run(config, console) or 0
 

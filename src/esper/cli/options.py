@@ -13,7 +13,7 @@ Name = Annotated[str, arg(metavar="NAME")]
 Count = Annotated[int | None, arg(metavar="N")]
 Device = Annotated[str, arg(metavar="cpu|cuda", help="cpu, or cuda.")]
 Plugins = Annotated[tuple[Path, ...], arg(
-    metavar="FILE.py ...", help="Python files to run first: they may register families and blueprints.")]
+    metavar="FILE.py ...", help="Python files to run first: what they register is known by its name.")]
 Limit = Annotated[float, arg(
     metavar="S", help="Seconds after which a worker that does not answer is replaced; 0 is never.")]
 Threads = Annotated[int, arg(
@@ -53,6 +53,7 @@ class Train(Spread):
     shards: Count = None
     """Parts of a round, each played by one worker at a time; over preset and file. Numbers depend on it."""
     time_limit: Limit = field(default=3600.0, kw_only=True)
+    reward: Name = ""  # utility (default), terminal, contribution, shaped, or a plugin's; over the file.
     device: Annotated[str, arg(metavar="cpu|cuda")] = ""  # cpu, or cuda; over preset and file.
     plugin: Plugins = ()
     resume: bool = False  # Go on with the run in --out, bit for bit; needs no other option.
@@ -70,7 +71,8 @@ class Prove(Spread):
     Example: esper prove --minds runs/first runs/second runs/third --out proof"""
 
     minds: Annotated[tuple[str, ...], arg(metavar="RUN ...")]
-    """Folders of runs, or names of shipped minds; or wait, random, heuristic, which must fail."""
+    """Folders of runs, or names of shipped minds; or wait, random, heuristic, which must fail, or
+    a policy that a plugin registers."""
     out: Folder  # Folder for proof.json, proof.html, proof.db and controls.json; a rehearsal's are called so.
     family: Name = ""  # Only needed where no run says it.
     scenarios: int = 256  # Test scenarios that every arm is played on.
@@ -121,6 +123,71 @@ class Replay:
 
     trace: Annotated[Path, Positional, arg(metavar="TRACE")]  # File that recorded episodes were written to.
     row: Count = None  # Compare this row alone (all are run either way).
+    plugin: Plugins = ()
+
+
+Run = Annotated[Path, Positional, arg(metavar="RUN")]
+
+
+@dataclass(frozen=True)
+class RunsList:
+    """List the runs below a folder.
+
+    Example: esper runs runs"""
+
+    folder: Annotated[Path, Positional, arg(metavar="FOLDER")] = Path("runs")
+    """Looked through with all below it."""
+    json: bool = False  # Print one JSON list instead of the table.
+
+
+@dataclass(frozen=True)
+class RunsShow:
+    """Print one panel of a run.
+
+    Example: esper runs show runs/first slots --at round=7 row=2"""
+
+    run: Run  # Folder of the run, or a store.
+    panel: Annotated[str, Positional, arg(metavar="PANEL")] = "state"  # docs/panels.md lists them.
+    at: Annotated[tuple[str, ...], arg(metavar="NAME=N ...")] = ()
+    """Of round, epoch, row and last; by default the last round and epoch, the first row, 10 rounds as one."""
+    json: bool = False  # Print one JSON object instead of the table.
+
+
+@dataclass(frozen=True)
+class RunsCompare:
+    """Compare the last examinations of runs with those of the first.
+
+    Example: esper runs compare runs/first runs/second"""
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN ...")]  # Folders of runs, or stores.
+    policy: Name = "learned"  # Whose examinations: learned or heuristic.
+    json: bool = False  # Print one JSON object instead of the table.
+
+
+@dataclass(frozen=True)
+class Sql:
+    """Ask a store with one SELECT on the tables of docs/store.md.
+
+    Example: esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op" """
+
+    run: Run  # Folder of the run, or a store.
+    query: Annotated[str, Positional, arg(metavar="QUERY")]  # One SELECT.
+    csv: bool = False  # Print CSV: NULL is empty.
+    rows: Annotated[int, arg(metavar="N")] = 1000  # Rows to print at most.
+    seconds: Annotated[float, arg(metavar="S")] = 10.0  # Time that the query may take.
+
+
+@dataclass(frozen=True)
+class Export:
+    """Run recorded episodes again and write the network that one of them delivered: files that need no Esper.
+
+    Example: esper export round.safetensors --row 3 --out network"""
+
+    trace: Annotated[Path, Positional, arg(metavar="TRACE")]  # File that recorded episodes were written to.
+    row: Annotated[int, arg(metavar="N")]  # Of the episode.
+    out: Folder  # Folder for weights.safetensors and model.py, model.pt2, model.onnx.
+    formats: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("safetensors", "torch")
+    """safetensors (with model.py), torch (by torch.export) and onnx."""
     plugin: Plugins = ()
 
 
@@ -180,3 +247,10 @@ class Demo:
     rounds: int = 20  # Rounds of 48 episodes that the live training takes.
     hosts: int = 64  # Held-out scenarios, one host each, that every arm is played on.
     seed: int = 0  # Of the training.
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what is installed and found here, and test it. Exit code 1: a test fails.
+
+    Example: esper doctor"""

@@ -30,12 +30,10 @@ from esper.simic.proof.claims import CONTROLLERS
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.proving import POOLED, SHARED, Contestant, Proof, ProofConfig, prove
 from esper.simic.workers import Workers
-from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle
+from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle, named_policies
 from esper.tamiyo.minds import Member, read_mind, shipped
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
 from esper.tolaria.tasks import task_digest
-
-PLAIN = ("wait", "random", "heuristic")  # policies that go before the court by name, to see it refuse them
 
 
 def _check(options: Prove) -> ProofConfig:
@@ -65,13 +63,13 @@ class Candidate(Contestant):
 
 def load_candidates(name: str, device: str) -> list[Candidate]:
     """Loaded and checked as far as it can be without playing; a shipped mind has one for every family."""
-    if name in PLAIN:
+    if name in named_policies():
         return [Candidate(name, functools.partial(_plays, name), 0)]
     if name in shipped():
         return [_member(name, member, device) for member in read_mind(name)]
     folder = Path(name)
     if (found := load_run(folder)) is None:
-        names = ", ".join((*shipped(), *PLAIN))
+        names = ", ".join((*shipped(), *named_policies()))
         raise EsperError(f"--minds {name} is neither the folder of a run nor one of {names}")
     (config, _), called = found, folder.resolve().name
     if called in (POOLED, SHARED):

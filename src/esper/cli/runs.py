@@ -1,25 +1,34 @@
-"""The folder of a run: what its description says, and the controller that lies in it."""
+"""The folder of a run: what its description says, and the controller that lies in it. `esper runs` lists
+such folders, shows panels of one, and compares several."""
 
 import functools
 import hashlib
 import importlib.util
+import json
 import math
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from esper.cli.options import RunsCompare, RunsList, RunsShow
+from esper.cli.shown import print_rows, print_table, said_time
+from esper.karn import compare, open_run
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.provenance import provenance
-from esper.leyline.storage import decoding, read_bytes, read_json, read_state, write_json
-from esper.simic.training import CHECKPOINT, TrainConfig
+from esper.leyline.storage import decoding, is_locked, read_bytes, read_json, read_state, write_json
+from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.simic.workers import PREPARATIONS
 from esper.tamiyo import Controller
 from esper.tolaria.tasks import task_digest
 
 DESCRIPTION, STORE = "run.json", "run.db"
+LISTED = ("run", "state", "family", "seed", "rounds", "gain", "low", "high", "best", "age", "why")
 
 
 def make_folder(folder: Path) -> None:
@@ -52,8 +61,7 @@ def points(mean: float, low: float, high: float) -> str:
 
 
 def use_plugins(paths: Sequence[Path]) -> None:
-    """Run these Python files, in workers too: they register families and blueprints. What fails in them is
-    the user's."""
+    """Run these Python files, in workers too: they register things. What fails in them is the user's."""
     for path in paths:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.is_file():
@@ -67,6 +75,16 @@ def write_description(folder: Path, config: TrainConfig, about: dict[str, Any] |
     stamp = about or {"made with": provenance(config.env.device), "declared": []}
     task = task_digest(config.env.family.task)
     write_json(folder / DESCRIPTION, "run", {"config": to_dict(config), "task": task, **stamp})
+
+
+def note_facts(training: Training) -> None:
+    """In the store, now and whenever the run is resumed; without what is private to the machine."""
+    made = provenance(training.config.env.device)
+    told = ("date", "commit", "version", "python", "torch", "threads", "hardware")
+    facts = training.config.facts() | {name: made[name] for name in told}
+    training.sink.write("fact", {"round": training.agent.updates, "name": list(facts),
+                                 "value": [json.dumps(value, sort_keys=True) for value in facts.values()]})
+    training.sink.commit()
 
 
 def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
@@ -98,3 +116,54 @@ def load_controller(folder: Path, config: TrainConfig, device: str) -> tuple[Con
                          f"{again}")
     digest = hashlib.sha256(read_bytes(path, "agent")).hexdigest()
     return Controller.decode(header, tensors, device, str(path)), digest
+
+
+def runs_in(folder: Path) -> list[dict[str, Any]]:
+    """Every run below a folder, by name; what cannot be read is broken."""
+    if not folder.is_dir():
+        raise EsperError(f"there is no folder {folder}; name one that holds runs")
+    found = {path.parent for name in (STORE, DESCRIPTION) for path in folder.rglob(name)}
+    return [dict.fromkeys(LISTED) | {"run": str(each.relative_to(folder))} | _listed(each)
+            for each in sorted(found)]
+
+
+def _listed(folder: Path) -> dict[str, Any]:
+    if not (folder / STORE).exists():
+        return {"state": "running" if is_locked(folder) else "stopped", "rounds": 0}
+    try:
+        with open_run(folder) as run:
+            state = run.panel("state")
+            told = dict(zip(state.columns, state.rows[0], strict=True))
+            exam = compare([run])
+            judged = dict(zip(exam.columns, exam.rows[0], strict=True))
+            rounds = told["round"] if told["planned"] is None else f"{told['round']}/{told['planned']}"
+            return ({name: told[name] for name in ("state", "family", "age")} | {"rounds": rounds}
+                    | {name: judged[name] for name in ("seed", "gain", "low", "high", "best")})
+    except EsperError as error:
+        return {"state": "broken", "why": str(error)}
+
+
+def run(options: RunsList | RunsShow | RunsCompare, console: Console) -> None:
+    if isinstance(options, RunsShow):
+        pairs = [each.partition("=") for each in options.at]
+        if wrong := [name for name, _, number in pairs if not number.isdecimal()]:
+            raise EsperError(f"--at {wrong[0]} needs a number, as in --at {wrong[0]}=2")
+        chosen = {name: int(number) for name, _, number in pairs}
+        with open_run(options.run) as shown:
+            print_table(shown.panel(options.panel, **chosen), options.json, console)
+    elif isinstance(options, RunsCompare):
+        with ExitStack() as stack:
+            runs = [stack.enter_context(open_run(path)) for path in options.runs]
+            print_table(compare(runs, options.policy), options.json, console)
+    elif found := runs_in(options.folder):
+        if options.json:
+            print(json.dumps(found))
+            return
+        for each in found:
+            if each["low"] is not None:
+                each["gain"] = points(*(each[name] / 100 for name in ("gain", "low", "high")))
+            each["age"] = said_time(each["age"])
+        shown_columns = [name for name in LISTED if name not in ("low", "high")]
+        print_rows(shown_columns, [[each[name] for name in shown_columns] for each in found], console)
+    else:
+        raise EsperError(f"there is no run below {options.folder}; begin one with esper train")

@@ -17,7 +17,15 @@ from rich.live import Live
 
 from esper.cli.machine import open_workers
 from esper.cli.options import Train
-from esper.cli.runs import DESCRIPTION, STORE, load_run, make_folder, use_plugins, write_description
+from esper.cli.runs import (
+    DESCRIPTION,
+    STORE,
+    load_run,
+    make_folder,
+    note_facts,
+    use_plugins,
+    write_description,
+)
 from esper.karn import panel, summary
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, merged, override, to_dict
@@ -50,6 +58,7 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
         {} if options.config is None else _toml(options.config),
         {name: value for name in ("rounds", "rows", "seed", "shards")
          if (value := getattr(options, name)) is not None},
+        {"reward": options.reward} if options.reward else {},
         {"env": {"device": options.device}} if options.device else {}]
     return override(stored or TrainConfig(), functools.reduce(merged, layers), "the config")
 
@@ -79,6 +88,7 @@ def run(options: Train, console: Console) -> None:
         training = begin(options, console, stack)
         config = training.config
         training.sink = stack.enter_context(closing(Store(folder / STORE)))
+        note_facts(training)
         asked = stack.enter_context(_interruptible(console))
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
 

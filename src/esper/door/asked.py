@@ -4,18 +4,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import EsperError
-from esper.tamiyo import POLICIES, PolicyBundle
+from esper.kasmina.objectives import Objective, find_objective
+from esper.leyline import ActionSpec, EsperError
+from esper.tamiyo import POLICIES, Learned, Planned, PolicyBundle, named_policies
+from esper.tamiyo.minds import member_for, read_mind, shipped
 
-Score = float | Tensor | Sequence[float]
+Score = float | Tensor | Sequence[float] | tuple[Tensor, Tensor]
 Evaluate = Callable[[], Score]
 Loss = Callable[[nn.Module, Any], Tensor]
-NAMED = ("heuristic", "wait", "random")
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,16 @@ class Asked:
     """The options of `attach`."""
 
     slots: str | Sequence[str] = "auto"
-    controller: str | PolicyBundle = "heuristic"
+    controller: str | PolicyBundle | Mapping[str, str] = "heuristic"
     epochs: int = 30
     budget: str | float | None = None
+    flops: str | float | None = None
     price: float = 0.0
     loss: Loss | None = None
     data: Iterable[Any] | None = None
+    objective: str | None = None
     shadow_steps: int = 30
+    previews: int | None = None
     schedulers: Sequence[Any] = ()
     layouts: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
@@ -44,62 +49,72 @@ class Asked:
         if not isinstance(self.schedulers, (list, tuple)) or not all(
                 hasattr(each, "load_state_dict") for each in self.schedulers):
             raise EsperError("schedulers is a list of learning-rate schedulers")
+        if self.previews is not None and (type(self.previews) is not int or self.previews < 0 or (
+                self.previews and self.loss is None)):
+            raise EsperError("previews is a whole number of epochs, 0 for none, and needs loss and data")
         if not 0 <= self.price < math.inf:
             raise EsperError(f"a price of {self.price} is impossible; it must be at least 0")
 
-    def policy(self) -> PolicyBundle:
+    def policy(self, spec: ActionSpec, paths: Sequence[str]) -> PolicyBundle:
+        """Who decides. A plan names blueprints by slot, all to be planted at once."""
+        if isinstance(self.controller, Mapping):
+            numbers = {name: number for number, name in enumerate(spec.blueprints)}
+            if not (self.controller.keys() <= set(paths) and set(self.controller.values()) <= numbers.keys()):
+                raise EsperError(f"a plan names slots ({', '.join(paths)}) and their blueprints "
+                                 f"({', '.join(numbers)}); got {dict(self.controller)}")
+            plan = [numbers.get(self.controller.get(path, ""), -1) for path in paths]
+            return Planned(torch.tensor([[min(number, 0) for number in plan]]), torch.tensor([plan]).clamp(0))
+        names = (*named_policies(), *shipped())
         if not isinstance(self.controller, str):
             if not callable(self.controller):
-                raise EsperError(f"a controller is one of {', '.join(NAMED)} or a policy, "
+                raise EsperError(f"a controller is one of {', '.join(names)}, a file, a plan or a policy, "
                                  f"not a {type(self.controller).__name__}")
             return self.controller
-        if self.controller not in NAMED:
-            raise EsperError(f"no controller {self.controller!r} for models of your own; choose from "
-                             f"{', '.join(NAMED)}, or pass a policy. Shipped minds were trained on other "
-                             "scores than evaluate() gives")
-        return POLICIES[self.controller]()
+        if self.controller in named_policies():
+            return POLICIES[self.controller]()
+        if self.controller not in shipped() and not Path(self.controller).exists():
+            raise EsperError(f"no controller {self.controller!r}; choose from {', '.join(names)}, or name "
+                             "the agent.safetensors of a run")
+        return Learned.load(self.controller, spec, greedy=True)
 
-    def most(self, params: int) -> float:
-        """Parameters that may be grown, of a model that has so many."""
-        if self.budget is None:
-            return math.inf
-        text = str(self.budget).strip()
-        try:
-            number = float(text.removesuffix("%"))
-        except ValueError as error:
-            raise EsperError(f"a budget of {self.budget!r} means nothing; give a number of parameters, "
-                             "or '+20%'") from error
-        if not 0 <= number < math.inf:
-            raise EsperError(f"a budget of {self.budget!r} is impossible; it must be at least 0")
-        return number / 100 * params if text.endswith("%") else number
+    def preview_every(self, spec: ActionSpec) -> int:
+        """Epochs from one preview of all candidates to the next, 0 is never; a mind has its own."""
+        if self.previews is not None or str(self.controller) not in shipped():
+            return self.previews or 0
+        return int(member_for(spec, read_mind(str(self.controller))).about["run"]["config"]["preview_every"])
 
-    def batches(self) -> Iterator[Any]:
-        """As many as a seed learns from in an epoch; from the beginning again when they end."""
+    @property
+    def judge(self) -> Objective | None:
+        return None if self.objective is None else find_objective(self.objective.replace("-", "_"))
+
+    def batches(self, steps: int) -> Iterator[Any]:
+        """So many; from the beginning again when they end."""
         done = 0
-        while done < self.shadow_steps:
+        while done < steps:
             before = done
             for batch in self.data or ():
                 yield batch
                 done += 1
-                if done == self.shadow_steps:
+                if done == steps:
                     return
             if done == before:
                 raise EsperError("data yields no batches, or can be iterated over only once; "
                                  "pass a list or a DataLoader")
 
 
-def scored(score: Score, samples: int | None = None) -> Tensor:
-    """[samples] on the CPU, as many as before; one number is a sample."""
+def share(given: str | float | None, of: float, what: str) -> float:
+    """A budget as a number: of a share like '+20%', so much of this."""
+    if given is None:
+        return math.inf
+    text = str(given).strip()
     try:
-        values = torch.as_tensor(score, dtype=torch.float64).detach().flatten().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise EsperError(f"evaluate() returned a {type(score).__name__}; expected a number, "
-                         "or one for each sample") from error
-    if not len(values):
-        raise EsperError("evaluate() returned no number; expected one, or one for each sample")
-    if samples not in (None, len(values)):
-        raise EsperError(f"evaluate() scored {len(values)} samples and {samples} before; always score all")
-    return values
+        number = float(text.removesuffix("%"))
+    except ValueError as error:
+        raise EsperError(f"a budget of {given!r} means nothing; give a number of {what}, "
+                         "or '+20%'") from error
+    if not 0 <= number < math.inf:
+        raise EsperError(f"a budget of {given!r} is impossible; it must be at least 0")
+    return number / 100 * of if text.endswith("%") else number
 
 
 @contextmanager
@@ -111,3 +126,12 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
+
+
+def refuse_vanishing(optimizer: torch.optim.Optimizer) -> None:
+    """An epsilon that is 0 in the parameters' numbers makes 0 / 0 of a seed's first gradients."""
+    for group in optimizer.param_groups:
+        eps, numbers = group.get("eps", 1.0), {p.dtype for p in group["params"] if p.is_floating_point()}
+        if not group.get("fused") and any(float(torch.tensor(eps, dtype=dtype)) == 0 for dtype in numbers):
+            raise EsperError(f"eps={eps} of {type(optimizer).__name__} is 0 in float16; set eps=1e-4, or "
+                             "keep float32 weights and use autocast")

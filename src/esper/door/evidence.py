@@ -1,11 +1,20 @@
-"""What is measured at the door, and what users are told of it."""
+"""What is measured at the door, and what users are told of it.
+
+Scores are an objective's of every sample, [3, n]: loss, score, smooth. Without an objective users give one
+number, which stands for all three.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from esper.leyline import Contribution
+from esper.kasmina.objectives import Objective
+from esper.leyline import Contribution, EsperError
+
+LOSS, SCORE, SMOOTH = range(3)
 
 
 @dataclass(frozen=True)
@@ -22,9 +31,55 @@ class Report:
     """Of all live seeds."""
 
 
-def note(evidence: Contribution, slot: int, differences: Tensor) -> None:
-    """A mean difference in score over samples, and its error."""
+def note(evidence: Contribution, where: tuple[int, ...], differences: Tensor) -> None:
+    """A mean difference over samples, and its error."""
     if bool(differences.isfinite().all()):
         error = differences.std() / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-        evidence.value[0, slot], evidence.standard_error[0, slot] = differences.mean(), error
-        evidence.known[0, slot] = True
+        place = (0, *where)
+        evidence.value[place], evidence.standard_error[place] = differences.mean(), error
+        evidence.known[place] = True
+
+
+def by_sample(returned: Any, objective: Objective | None, samples: int | None = None) -> Tensor:
+    """[3, n] on the CPU of what evaluate() returned, of as many samples as before; one number is a sample."""
+    if (objective is None) == isinstance(returned, tuple):
+        raise EsperError("evaluate() returned " + (
+            "a tuple; pass objective= to attach, or return a number or one for each sample"
+            if objective is None else "no tuple; with an objective it returns (outputs, labels)"))
+    try:
+        values = _told(returned) if objective is None else _judged(objective, *returned)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        what = ("a number, or one for each sample" if objective is None else
+                "(outputs, labels) of the objective's shapes")
+        raise EsperError(f"evaluate() returned a {type(returned).__name__}; expected {what}") from error
+    if not values.shape[1]:
+        raise EsperError("evaluate() returned no number; expected one, or one for each sample")
+    if samples not in (None, count := values.shape[1]):
+        raise EsperError(f"evaluate() scored {count} samples and {samples} before; always score all")
+    return values
+
+
+def _told(score: Any) -> Tensor:
+    values = torch.as_tensor(score, dtype=torch.float64).detach().flatten().cpu()
+    return torch.stack([-values, values, values])
+
+
+def _judged(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
+    labels, outputs = labels.detach().cpu(), outputs.detach().float().cpu()
+    if objective.label_dtype.is_floating_point:  # standardised, as tasks are
+        labels, outputs = labels.float().flatten(), outputs.reshape(-1, 1)
+        mean, spread = labels.mean(), labels.std().clamp(min=1e-12)
+        labels, outputs = (labels - mean) / spread, (outputs - mean) / spread
+    objective.check(labels.flatten(), outputs.shape[-1])
+    if objective.tokens:
+        shares = labels.flatten().bincount() / labels.numel()
+        objective = replace(objective, entropy=float(torch.special.entr(shares).sum()))
+    return objective.samples(outputs.unsqueeze(1), labels.unsqueeze(1)).squeeze(2).double()
+
+
+def settled(values: Tensor, objective: Objective | None) -> Tensor:
+    """[3]: means over samples; what is missing to 1 is the loss, where a user's score is a share."""
+    means = values.mean(1)
+    if objective is None:
+        return means + torch.tensor([float(0 <= means[SCORE] <= 1), 0, 0])
+    return objective.settle(means[:, None])[:, 0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from esper.door.asked import Loss
 from esper.door.evidence import Report
 from esper.door.growing import Growing, attach
+from esper.door.keeping import restore, state
 from esper.leyline import EsperError
 from esper.leyline.storage import decoding, read_state, write_state
 
@@ -82,6 +83,9 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
         for batch in train:
             optimizer.zero_grad()
             value = loss(model, batch)
+            if not growing.joined and not bool(value.isfinite().all()):
+                raise EsperError(f"the loss is {value.detach()} in epoch {len(growing.history)}, and no seed "
+                                 "joined yet; look at the data, or lower the learning rate")
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -118,7 +122,7 @@ def _stalled(history: list[Report], patience: int) -> bool:
 def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any,
           growing: Growing) -> None:
     """Everything in one file, which appears whole or not at all."""
-    kept, (grown, seeds) = optimizer.state_dict(), growing.state()
+    kept, (grown, seeds) = optimizer.state_dict(), state(growing)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value)
                 for number, state in kept["state"].items()
@@ -139,7 +143,7 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedu
             return {name.removeprefix(prefix): value for name, value in tensors.items()
                     if name.startswith(prefix)}
 
-        growing.restore(header["growing"], under("growing."), str(path))
+        restore(growing, header["growing"], under("growing."), str(path))
         model.load_state_dict(under("model."))
         states: dict[int, dict[str, Tensor]] = {}
         for name, value in under("optimizer.").items():

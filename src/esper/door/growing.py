@@ -7,17 +7,17 @@ lifecycle, the view and the policies are those of populations, with one row.
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from esper.door.asked import Asked, Evaluate, gradients_kept, scored
-from esper.door.evidence import Report, note
-from esper.door.keeping import LastGood
+from esper.door.asked import Asked, Evaluate, gradients_kept, refuse_vanishing, share
+from esper.door.behind import CLIP, Compute, alone, incubate, preview
+from esper.door.evidence import SCORE, SMOOTH, Report, by_sample, note, settled
+from esper.door.keeping import LastGood, restore, state
 from esper.door.places import SlotHook, bare, find_places, home, untouched
 from esper.door.ranks import Ranks
 from esper.kasmina.blending import Graft
@@ -37,11 +37,7 @@ from esper.leyline import (
 from esper.leyline.keys import Purpose, mix
 from esper.leyline.storage import decoding, read_state, write_state
 from esper.leyline.views import SCORES, Facts, Seeds, View
-
-CLIP = 1.0
-"""Largest gradient norm of a seed."""
-HIGHEST = 1e-2
-"""Learning rate of AdamW behind the model at the most: a user's SGD has higher ones."""
+from esper.tamiyo import Learned
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer, *, example: Any, **options: Any) -> "Growing":
@@ -50,13 +46,18 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, *, example: Any, 
 
     example: a batch that the model takes: a tensor, a tuple that begins with one, or a dict of keywords.
     slots: paths of submodules; "auto" (default) takes repeated blocks.
-    controller: "heuristic" (default), "wait", "random", or any policy object.
+    controller: "heuristic" (default), "wait", "random", a shipped mind such as "tamiyo-small", the
+    agent.safetensors of a run, a plan {slot: blueprint}, or any policy object.
     epochs: how long training will go on (30).
-    budget: parameters that may be grown, as a number or a share like "+20%"; price: what one of them costs in
-    units of the score.
+    budget: parameters that may be grown, as a number or a share like "+20%"; flops: extra training FLOPs, as
+    a share of the model's own training; price: what a parameter costs in units of the score.
     loss, data: `loss(model, batch)` and batches to iterate over again and again; with them a seed learns for
     `shadow_steps` (30) an epoch behind the stopped model before it joins. Without, it joins untrained, as the
     zero function.
+    objective: "classification", "regression" or "next-token": `evaluate` then returns (outputs, labels).
+    Minds need it, with loss and data.
+    previews: try every blueprint in every empty slot so often, in epochs (default: never, or as a mind was
+    trained).
     schedulers: of the learning rate, to be put back, too, when growth broke the training.
     layouts: "BCL" or "BTC" for slots with three dimensions; seed: of newborn weights.
     """
@@ -76,6 +77,7 @@ class Growing:
             raise EsperError("attach takes an nn.Module and the torch optimizer that trains it")
         if (name := type(optimizer).__name__) in ("LBFGS", "Muon", "SparseAdam"):
             raise EsperError(f"{name} cannot train what grows; attach the AdamW or SGD that trains the rest")
+        refuse_vanishing(optimizer)
         self.model, self.optimizer, self.asked, self.host = model, optimizer, asked, bare(model)
         self.ranks = Ranks(model)
         if any(isinstance(hook, SlotHook) for m in self.host.modules() for hook in m._forward_hooks.values()):
@@ -90,28 +92,41 @@ class Growing:
         self.prototypes = [[find_blueprint(kind, name).prototype(place.shape)
                             for name in self.spec.blueprints]
                            for kind, place in zip(kinds, self.places, strict=True)]
-        self.most, self.policy = asked.most(self.cost.params), asked.policy()
+        paths = [place.path for place in self.places]
+        self.most = share(asked.budget, self.cost.params, "parameters")
+        with untouched(self.host):  # networks are born with random weights, then loaded
+            self.policy, self._every = asked.policy(self.spec, paths), asked.preview_every(self.spec)
+        self.compute = Compute(self.cost.flops, asked.epochs, share(asked.flops, 1.0, "trainings"))
+        self.objective = asked.judge
+        self._learned = isinstance(self.policy, Learned)
+        if self._learned and (asked.loss is None or self.objective is None):
+            raise EsperError("a learned controller reads losses: pass loss=, data= and objective=, "
+                             "and let evaluate() return (outputs, labels)")
         self.life = Lifecycle(1, self.spec, GateConfig())
-        self.life.begin_epoch(self._wait())
+        if not self._learned:  # which decides before the first step, too
+            self.life.begin_epoch(self._wait())
         self.grafts: dict[int, Graft] = {}
         """By slot: every seed that is alive."""
         self.joined: list[int] = []
         """Slots whose seeds the optimizer trains, in the order in which they joined."""
         self.history: list[Report] = []
-        self._active: dict[int, Graft] = {}
-        self._scores = torch.full((2, len(SCORES)), torch.nan)  # the epoch before, and the last
+        self.active: dict[int, Graft] = {}
+        self.scores = torch.full((2, len(SCORES)), torch.nan)  # the epoch before, and the last
         self._gains, self._previews = self._unknown(), self._unknown()
-        self._steps, self._spent, self._broke, self._closed, self._busy = 0, 0.0, False, False, False
+        self.candidates = self._unknown(len(self.spec.blueprints))
+        self._evaluate: Evaluate = float  # of the epoch that ends
+        self._steps, self._broke, self.closed, self._busy, self._first = 0, False, False, False, ""
         self._home = home(self.host)
-        self._good: LastGood | None = LastGood(self)
+        self.good: LastGood | None = LastGood(self)
         self._hooks: list[Any] = [
-            self.host.get_submodule(place.path).register_forward_hook(SlotHook(self.host, self._active, slot))
+            self.host.get_submodule(place.path).register_forward_hook(
+                SlotHook(self.host, self.active, slot, place))
             for slot, place in enumerate(self.places)]
         self._hooks += [optimizer.register_step_pre_hook(self._before_step),
                         optimizer.register_step_post_hook(self._after_step)]
 
-    def _unknown(self) -> Contribution:
-        nothing = torch.zeros(1, len(self.places))
+    def _unknown(self, *more: int) -> Contribution:
+        nothing = torch.zeros(1, len(self.places), *more)
         return Contribution(nothing, nothing.clone(), nothing > 0)
 
     def _wait(self) -> Tensor:
@@ -120,7 +135,10 @@ class Growing:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._busy:
             raise EsperError("the optimizer was asked to step inside evaluate() or loss(); leave it out")
-        self._good = self._good or LastGood(self)  # of what was loaded
+        self.good = self.good or LastGood(self)  # of what was loaded
+        if not self.life.open:
+            told = self._decide()
+            self._first = f"{told}; " * (told != LifecycleOp.WAIT.name)
         scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it in their step
         for slot in self.joined:  # seeds have gradient norms of their own, as in a population
             nn.utils.clip_grad_norm_(self.grafts[slot].seed.parameters(), CLIP * scale)
@@ -146,115 +164,114 @@ class Growing:
         epoch, self._busy = self.life.epoch, True
         try:
             with untouched(self.host, self.asked.data), gradients_kept(self.host):
-                self._incubate()
-                score = self._measure(evaluate)
+                self._evaluate = evaluate
+                score = self._measure()
         finally:
             self._busy = False
+        self.compute.spent += self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), 1)
         self._steps = 0
         gains = {self.places[slot].path: float(self._gains.value[0, slot])
-                 for slot in self.grafts if bool(self._gains.known[0, slot])}
+                 for slot in sorted(self.grafts) if bool(self._gains.known[0, slot])}
         finite = {slot: all(bool(p.isfinite().all()) for p in graft.parameters())
                   for slot, graft in self.grafts.items()}  # accuracies hide a NaN
         sound = self.ranks.all_true(not finite or (
-            math.isfinite(score) and all(finite[slot] for slot in self._active)))
-        decision = self._go_on(score, finite) if sound else self._go_back(score)
+            math.isfinite(score) and all(finite[slot] for slot in self.active)))
+        decision, self._first = self._first + (self._go_on(finite) if sound else self._go_back(score)), ""
         self.history.append(Report(epoch, score, decision, gains, self.params))
         return self.history[-1]
 
-    def _go_on(self, score: float, finite: dict[int, bool]) -> str:
+    def _go_on(self, finite: dict[int, bool]) -> str:
         slots, sound = torch.tensor(list(finite), dtype=torch.int64), torch.tensor([*finite.values()]) > 0
         self.life.record_gradients(torch.zeros_like(slots), slots, sound)
         self.life.end_epoch(self._gains)
-        error = 1 - score if 0 <= score <= 1 else -score
-        self._scores = torch.stack([self._scores[1], torch.tensor([error, score, score, error])])
+        self.scores = torch.stack([self.scores[1], self._means.float()])
         try:
             self._sweep()
-            self._broke, self._good = False, LastGood(self)
+            self._broke, self.good = False, LastGood(self)
             return self._decide()
         finally:  # whoever catches what went wrong can go on
             if not self.life.open:
                 self.life.begin_epoch(self._wait())
             self._sweep()
-            self._wire()
+            self.wire()
 
     def _go_back(self, score: float) -> str:
         """Growth broke the training: the last good epoch again, without the seeds that were on trial."""
-        if self._broke or self._good is None:
+        if self._broke or self.good is None:
             raise EsperError(f"the score is {score} again, although the seeds on trial are gone; "
                              "the training itself diverges")
-        self._good.put_back(self)
+        self.good.put_back(self)
         self.life.open, self._broke = False, True
         self.life.epoch += 1
         self.life.begin_epoch(self._wait())
-        self._wire()
+        self.wire()
         return f"ROLLBACK: the score was {score}" + ", a seed not finite" * math.isfinite(score)
 
-    def _incubate(self) -> None:
-        """Seeds in training learn behind the stopped model."""
-        if self.asked.loss is None:
-            return
-        for slot in self.life.incubating[0].nonzero().flatten().tolist():
-            seed = self.grafts[slot].seed
-            own = list(seed.parameters())
-            optim = torch.optim.AdamW(own, lr=min(self._group(slot)["lr"] or HIGHEST / 10, HIGHEST))
-            with self._alone(slot), torch.enable_grad():
-                for batch in self.asked.batches():
-                    loss = self.asked.loss(self.model.eval(), batch)
-                    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-                        raise EsperError("loss(model, batch) must return one number that has a gradient")
-                    grads = torch.autograd.grad(loss, own, allow_unused=True)
-                    for parameter, grad in zip(own, grads, strict=True):
-                        parameter.grad = None if grad is None else self.ranks.mean(grad)
-                    nn.utils.clip_grad_norm_(own, CLIP)
-                    optim.step()
-            seed.zero_grad()
-            extra = 3 * self._kind(slot).cost.flops + 2 * self.cost.flops
-            self._spent += extra / (3 * max(self.cost.flops, 1) * self.asked.epochs)
-
-    def _kind(self, slot: int) -> Any:
+    def kind(self, slot: int) -> Any:
         return self.prototypes[slot][int(self.life.blueprint[0, slot])]
 
-    @contextmanager
-    def _alone(self, slot: int) -> Iterator[None]:
-        """The incubating seed of a slot runs at its target alpha, beside what is live."""
-        graft = self.grafts[slot]
-        graft.alpha.fill_(float(self.life.target[0, slot]))
-        self._active[slot] = graft
-        try:
-            yield
-        finally:
-            graft.alpha.fill_(0.0)
-            del self._active[slot]
+    @property
+    def incubating(self) -> list[int]:
+        """Slots whose seeds learn behind the model."""
+        return [int(slot) for slot in self.life.incubating[0].nonzero()]
 
-    def _measure(self, evaluate: Evaluate) -> float:
-        """The score, and what each seed is worth in it."""
+    @property
+    def promised(self) -> float:
+        """Compute of all live seeds until the end."""
+        left = max(0, self.asked.epochs - self.life.epoch)
+        return self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), left)
+
+    def judged(self, samples: int | None = None) -> Tensor:
+        """[3, n] of the model with what is active now."""
+        return by_sample(self._evaluate(), self.objective, samples)
+
+    def _measure(self) -> float:
+        """The scores, what each seed is worth in them, and what could grow."""
         self._gains, self._previews = self._unknown(), self._unknown()
+        epoch = self.asked.shadow_steps / self._steps
+        incubate(self, epoch)
         with torch.no_grad():
-            whole = scored(evaluate())
-            for slot in list(self._active):
-                graft = self._active.pop(slot)
+            whole = self.judged()
+            for slot in list(self.active):
+                graft = self.active.pop(slot)
                 try:
-                    note(self._gains, slot, whole - scored(evaluate(), len(whole)))
+                    note(self._gains, (slot,), (whole - self.judged(len(whole[0])))[SMOOTH])
                 finally:
-                    self._active[slot] = graft
-            for slot in self.life.incubating[0].nonzero().flatten().tolist():
-                if self.asked.loss is not None:
-                    with self._alone(slot):
-                        note(self._previews, slot, scored(evaluate(), len(whole)) - whole)
-        mean = whole.mean().reshape(1)
-        self.ranks.agree([mean, *vars(self._gains).values(), *vars(self._previews).values()])
-        return float(mean)
+                    self.active[slot] = graft
+            for slot in self.incubating if self.asked.loss is not None else ():
+                with alone(self, slot, self.grafts[slot], float(self.life.target[0, slot])):
+                    note(self._previews, (slot,), (self.judged(len(whole[0])) - whole)[SMOOTH])
+        clock, gates = self.life.epoch + 1, self.life.gates
+        if self._every and clock % self._every == 1 % self._every and (
+                self.asked.epochs - clock > gates.min_training + gates.min_holding + 1):
+            self.candidates = preview(self, whole, epoch) or self.candidates
+        means = torch.cat([settled(whole, self.objective), self._train_loss(whole)])
+        seen = (self._gains, self._previews, self.candidates)
+        self.ranks.agree([means, *(tensor for each in seen for tensor in vars(each).values())])
+        self._means = means
+        return float(means[SCORE])
+
+    def _train_loss(self, whole: Tensor) -> Tensor:
+        """[1] on as many batches as a seed learns from; only minds look at it."""
+        if not self._learned or self.asked.loss is None:
+            return settled(whole, self.objective)[:1]
+        with torch.no_grad():
+            losses = [self.asked.loss(self.model.train(), batch) for batch in
+                      self.asked.batches(self.asked.shadow_steps)]
+        return torch.stack(losses).double().mean().reshape(1).cpu()
 
     def view(self) -> View:
         """What policies read: the same as in a population, of one row."""
         life, one, clock = self.life, torch.ones(1), torch.tensor([self.life.epoch])
         costs = torch.zeros(1, len(self.places), 2)
         for slot in self.grafts:
-            costs[0, slot] = torch.tensor([self._kind(slot).cost.params, self._kind(slot).cost.flops])
+            costs[0, slot] = torch.tensor([self.kind(slot).cost.params, self.kind(slot).cost.flops])
         table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in self.prototypes])
         told = torch.tensor([[p.descriptor for p in row] for row in self.prototypes])
-        facts = Facts(self.cost, self._scores[1:], self._scores[:1], one * self._spent, costs, self._gains,
-                      self._previews, told, table)
+        seen, empty = self.candidates, (life.stage == SeedStage.DORMANT)[..., None]
+        candidates = Contribution(seen.value * empty, seen.standard_error * empty, seen.known & empty)
+        facts = Facts(self.cost, self.scores[1:], self.scores[:1], one * self.compute.spent, costs,
+                      self._gains, self._previews, told, table, candidates if self._every else None)
         return View(spec=self.spec, luck=mix(torch.tensor([self.asked.seed]), Purpose.LUCK),
                     price=one * self.asked.price, flop_price=one * 0,
                     horizon=torch.tensor([self.asked.epochs]), clock=clock, done=clock >= self.asked.epochs,
@@ -274,39 +291,44 @@ class Growing:
         if op is LifecycleOp.GERMINATE:
             kind = self.prototypes[slot][int(full[0, Head.BLUEPRINT])]
             told = f"GERMINATE {kind.blueprint.name} behind {path}"
-            if self.params + kind.cost.params > self.most:
+            compute, left = self.compute, self.asked.epochs - self.life.epoch
+            needed = self.promised + compute.share(kind.cost.flops, left)
+            if self.params + kind.cost.params > self.most or compute.spent + needed > compute.most:
                 op, full, told = LifecycleOp.WAIT, self._wait(), f"WAIT: {told} would exceed the budget"
         elif op is not LifecycleOp.WAIT:
             told = f"{op.name} what grew behind {path}"
         self.life.begin_epoch(full)
         if op is LifecycleOp.GERMINATE:
             key = mix(torch.tensor([self.asked.seed]), 1 + slot, self.life.germinations[:, slot])
-            self._plant(slot, kind.fresh(key)[0])
+            self.plant(slot, kind.fresh(key)[0])
         return told
 
-    def _plant(self, slot: int, weights: Tensor) -> None:
-        kind, place = self._kind(slot), self.places[slot]
-        graft = Graft(kind.plain(weights), Style.ADD, 0.0, torch.zeros(kind.gate_size),
-                      bool(place.shape.tokens))
-        now = home(self.host)  # users move models after `attach`
-        self.grafts[slot] = graft.to(*(place.device, place.dtype) if now in (None, self._home) else now)
+    def plant(self, slot: int, weights: Tensor) -> None:
+        self.grafts[slot] = self.graft(slot, self.kind(slot), weights)
 
-    def _wire(self) -> None:
+    def graft(self, slot: int, kind: Any, weights: Tensor) -> Graft:
+        """A seed for a slot, where the model is now."""
+        place = self.places[slot]
+        graft = Graft(kind.plain(weights), Style.ADD, 0.0, bool(place.shape.tokens))
+        now = home(self.host)  # users move models after `attach`
+        return graft.to(*(place.device, place.dtype) if now in (None, self._home) else now)
+
+    def wire(self) -> None:
         """Alphas and hooks as the lifecycle has them; who blends in is trained by the user's optimizer."""
-        self._active.clear()  # hooks hold it
-        for slot, graft in self.grafts.items():
+        self.active.clear()  # hooks hold it
+        for slot, graft in sorted(self.grafts.items()):  # as after `load`
             graft.alpha.fill_(float(self.life.alpha[0, slot]))
             if self.life.alpha[0, slot] > 0:
-                self._active[slot] = graft
+                self.active[slot] = graft
                 if slot not in self.joined:
-                    self._join(slot)
+                    self.join(slot)
 
-    def _join(self, slot: int) -> None:
+    def join(self, slot: int) -> None:
         self.joined.append(slot)
-        self._group(slot)["params"].extend(self.grafts[slot].seed.parameters())
+        self.group(slot)["params"].extend(self.grafts[slot].seed.parameters())
         self.ranks.reduce(self.grafts[slot].seed.parameters())
 
-    def _group(self, slot: int) -> dict[str, Any]:
+    def group(self, slot: int) -> dict[str, Any]:
         """The optimizer's group that trains the submodule in front of a slot; the first, if none does."""
         own = {id(p) for p in self.host.get_submodule(self.places[slot].path).parameters()}
         groups: list[dict[str, Any]] = self.optimizer.param_groups
@@ -319,7 +341,7 @@ class Growing:
         """Take seeds out of the model and out of the optimizer."""
         for slot in slots:
             gone = {id(parameter) for parameter in self.grafts.pop(slot).parameters()}
-            self._active.pop(slot, None)
+            self.active.pop(slot, None)
             if slot in self.joined:
                 self.joined.remove(slot)
             for group in self.optimizer.param_groups:
@@ -345,7 +367,7 @@ class Growing:
         return grow_behind(plain, kept)
 
     def _refuse_closed(self) -> None:
-        if self._closed:
+        if self.closed:
             raise EsperError("this model was delivered; attach it again to let it grow on")
 
     def close(self) -> None:
@@ -353,48 +375,15 @@ class Growing:
         for hook in self._hooks:
             hook.remove()
         self.drop(list(self.grafts))
-        self._closed = True
+        self.closed = True
 
     def save(self, path: str | Path) -> None:
         """What grew and how far it is, after `end_epoch`. Model and optimizer are the user's to save."""
         self._refuse_closed()
-        write_state(path, "growing", *self.state())
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(header, tensors): what grew, how far it is, and what the controller remembers."""
-        header = {"epoch": self.life.epoch, "slots": [place.path for place in self.places],
-                  "widths": [place.shape.channels for place in self.places],
-                  "blueprints": list(self.spec.blueprints), "joined": self.joined, "spent": self._spent}
-        tensors = {f"life.{name}": value for name, value in self.life.fields()} | {"scores": self._scores}
-        remembered = getattr(self.policy, "memory", ())
-        tensors |= {f"policy.{name}": getattr(self.policy, name) for name in remembered}
-        for slot, graft in self.grafts.items():
-            tensors[f"seed.{slot}"] = self._kind(slot).layout.flatten(graft.seed).cpu()
-        return header, tensors
+        write_state(path, "growing", *state(self))
 
     def load(self, path: str | Path) -> None:
         """Grow again what `save` kept, right after `attach` with the same slots. Seeds join the optimizer in
         their old order: load the states of model and optimizer afterwards."""
         with decoding(path, "growing"):
-            self.restore(*read_state(path, "growing"), str(path))
-
-    def restore(self, header: dict[str, Any], tensors: dict[str, Tensor], path: str) -> None:
-        """Of what `state` gave; `path` is where it comes from."""
-        if self._closed or self.history or self.grafts:
-            raise EsperError("load right after attach; this model was trained already")
-        mine, _ = self.state()
-        if any(header[key] != mine[key] for key in ("slots", "widths", "blueprints")):
-            raise EsperError(f"{path} is of other slots, widths or blueprints; "
-                             f"attach with slots={header['slots']}")
-        for name, _ in self.life.fields():
-            setattr(self.life, name, tensors[f"life.{name}"])
-        for name in getattr(self.policy, "memory", ()):
-            setattr(self.policy, name, tensors[f"policy.{name}"])
-        self.life.epoch, self._spent = int(header["epoch"]), float(header["spent"])
-        self._scores = tensors["scores"]
-        for slot in self.life.planted[0].nonzero().flatten().tolist():
-            self._plant(slot, tensors[f"seed.{slot}"])
-        for slot in header["joined"]:
-            self._join(slot)
-        self._wire()
-        self._good = None  # of the model that will be loaded, before its first step
+            restore(self, *read_state(path, "growing"), str(path))

@@ -1,12 +1,13 @@
-"""Copies of a growing model's whole state, to go back to when growth breaks the training."""
+"""What is kept of a growing model: copies to go back to when growth breaks the training, and files."""
 
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from esper.leyline import SeedStage
+from esper.leyline import Contribution, EsperError, SeedStage
 
 if TYPE_CHECKING:
     from esper.door.growing import Growing
@@ -18,8 +19,11 @@ class LastGood:
     def __init__(self, growing: "Growing") -> None:
         optimizer = growing.optimizer
         self.model = copy.deepcopy(growing.host.state_dict())  # with extra states of any type
-        self.optimizer: dict[str, Any] = copy.deepcopy(optimizer.state_dict())
+        self.states = {p: copy.deepcopy(dict(state)) for p, state in optimizer.state.items()}
         self.groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
+        self.settings: list[dict[str, Any]] = [
+            copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+            for group in optimizer.param_groups]
         host = {id(parameter) for parameter in growing.host.parameters()}  # others: seeds', or a loss's
         self.others = [(p, p.detach().clone()) for params in self.groups for p in params if id(p) not in host]
         self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
@@ -33,12 +37,13 @@ class LastGood:
         with torch.no_grad():
             for parameter, value in self.others:
                 parameter.copy_(value)
-        later = growing.optimizer.param_groups[len(self.groups) :]  # which users added since
-        del growing.optimizer.param_groups[len(self.groups) :]
-        for group, params in zip(growing.optimizer.param_groups, self.groups, strict=True):
+        groups = growing.optimizer.param_groups  # those that users added since stay as they are
+        for group, params, settings in zip(groups, self.groups, self.settings, strict=False):
             group["params"][:] = params
-        growing.optimizer.load_state_dict(self.optimizer)
-        growing.optimizer.param_groups.extend(later)
+            group.update(copy.deepcopy(settings))
+        for parameter in itertools.chain(*self.groups):
+            growing.optimizer.state.pop(parameter, None)
+        growing.optimizer.state.update({p: copy.deepcopy(state) for p, state in self.states.items()})
         for scheduler, state in zip(growing.asked.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
         for name, value in self.life.items():
@@ -49,3 +54,43 @@ class LastGood:
                     if int(growing.life.stage[0, slot]) != SeedStage.FOSSILIZED]
         growing.drop(on_trial)
         growing.life.clear_slots(torch.tensor(on_trial, dtype=torch.int64))
+
+
+def state(growing: "Growing") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(header, tensors): what grew, how far it is, and what the controller remembers."""
+    header = {"epoch": growing.life.epoch, "slots": [place.path for place in growing.places],
+              "widths": [place.shape.channels for place in growing.places],
+              "blueprints": list(growing.spec.blueprints), "joined": growing.joined,
+              "spent": growing.compute.spent}
+    tensors = {f"life.{name}": value for name, value in growing.life.fields()} | {"scores": growing.scores}
+    tensors |= {f"candidates.{name}": value for name, value in vars(growing.candidates).items()}
+    remembered = {name: getattr(growing.policy, name) for name in getattr(growing.policy, "memory", ())}
+    tensors |= {f"policy.{name}": value for name, value in remembered.items() if value is not None}
+    for slot, graft in growing.grafts.items():
+        tensors[f"seed.{slot}"] = growing.kind(slot).layout.flatten(graft.seed).cpu()
+    return header, tensors
+
+
+def restore(growing: "Growing", header: dict[str, Any], tensors: dict[str, Tensor], path: str) -> None:
+    """Of what `state` gave; `path` is where it comes from."""
+    if growing.closed or growing.history or growing.grafts:
+        raise EsperError("load right after attach; this model was trained already")
+    mine, _ = state(growing)
+    if any(header[key] != mine[key] for key in ("slots", "widths", "blueprints")):
+        raise EsperError(f"{path} is of other slots, widths or blueprints; "
+                         f"attach with slots={header['slots']}")
+    for name, _ in growing.life.fields():
+        setattr(growing.life, name, tensors[f"life.{name}"])
+    for name in getattr(growing.policy, "memory", ()):
+        setattr(growing.policy, name, tensors[f"policy.{name}"])
+    seen = {name: tensors[f"candidates.{name}"] for name in vars(growing.candidates)}
+    growing.candidates = Contribution(**seen)
+    growing.life.epoch, growing.life.open = int(header["epoch"]), True
+    growing.compute.spent = float(header["spent"])
+    growing.scores = tensors["scores"]
+    for slot in growing.life.planted[0].nonzero().flatten().tolist():
+        growing.plant(slot, tensors[f"seed.{slot}"])
+    for slot in header["joined"]:
+        growing.join(slot)
+    growing.wire()
+    growing.good = None  # of the model that will be loaded, before its first step

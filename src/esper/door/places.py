@@ -32,8 +32,8 @@ class Place(NamedTuple):
 class SlotHook:
     """A slot's live seed works on the output. Copied and pickled models are without it, like state dicts."""
 
-    def __init__(self, host: nn.Module, active: Mapping[int, nn.Module], slot: int) -> None:
-        self.host, self.active, self.slot = host, active, slot
+    def __init__(self, host: nn.Module, active: Mapping[int, nn.Module], slot: int, place: Place) -> None:
+        self.host, self.active, self.slot, self.place = host, active, slot, place
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         graft = self.active.get(self.slot)
@@ -43,6 +43,11 @@ class SlotHook:
             grads = [p.grad for p in self.host.parameters() if p.requires_grad]
             if grads and all(grad is None for grad in grads):  # `model.zero_grad()` after a skipped step
                 graft.zero_grad()
+        (path, shape, *_), held = self.place, tuple(getattr(first_of(output), "shape", ()))
+        dims = 3 if shape.tokens else 2 + len(shape.extent)
+        if len(held) != dims or held[-1 if shape.tokens else 1] != shape.channels:
+            raise EsperError(f"{path} gave {shape.channels} channels in {dims} dimensions when attached, "
+                             f"and now a shape of {held}; attach anew when a model changes its shapes")
         return with_first(output, graft(first_of(output)))
 
     def __reduce__(self) -> Any:  # a function that does nothing, and that needs no Esper to be read
@@ -81,11 +86,16 @@ def untouched(model: nn.Module, data: Any = None) -> Iterator[None]:
                     buffer.copy_(old)
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    """Run a model on a batch as people have them: a tensor, a tuple whose first part is one, or keywords."""
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """From a batch as people have them: a tensor, a tuple whose first part is one, or keywords."""
     if isinstance(batch, dict) or hasattr(batch, "keys"):
-        return model(**batch)
-    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        return (), dict(batch)
+    return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = arguments(batch)
+    return model(*args, **kwargs)
 
 
 def _size(batch: Any) -> int:

@@ -186,19 +186,14 @@ class Graft(nn.Module):
 
     alpha: Tensor
 
-    def __init__(self, seed: nn.Module, style: Style, alpha: float, gate: Tensor, tokens: bool) -> None:
-        """`gate` [C + 1]: weights and bias of the gate, used where the style has one. It weighs samples by
-        the means of their channels, and each of `tokens` [B, T, C] by itself."""
+    def __init__(self, seed: nn.Module, style: Style, alpha: float, tokens: bool,
+                 gate: nn.Module | None = None) -> None:
+        """`gate`, a linear map to one number, weighs samples by the means of their channels, and each of
+        `tokens` [B, T, C] by itself."""
         super().__init__()
-        self.seed, self.style, self.tokens = seed, style, tokens
+        self.seed, self.style, self.tokens, self.gate = seed, style, tokens, gate
         # A buffer: a state dict without it would be another network.
-        self.register_buffer("alpha", torch.tensor(alpha, dtype=gate.dtype))
-        self.gate = None
-        if style is Style.GATE:
-            self.gate = nn.utils.skip_init(nn.Linear, len(gate) - 1, 1, dtype=gate.dtype)
-            with torch.no_grad():
-                self.gate.weight.copy_(gate[None, :-1])
-                self.gate.bias.copy_(gate[-1:])
+        self.register_buffer("alpha", torch.tensor(alpha))
 
     def delta(self, h: Tensor) -> Tensor:
         s: Tensor = self.seed(h)

@@ -21,6 +21,7 @@ from esper.kasmina.layers import CausalAttention, InTurn, Modulate, Nothing, Sca
 from esper.kasmina.lift import Layout, Weights
 from esper.leyline import Cost, EsperError, SlotShape
 from esper.leyline.keys import seeded
+from esper.leyline.plugins import load_plugins
 
 VECTORS, SERIES, IMAGES, TOKENS = KINDS = ("mlp", "conv1d", "cnn", "gpt")
 """What a slot can hold: [B, C], [B, C, L], [B, C, H, W], [B, T, C]; called by hosts that have such slots."""
@@ -220,6 +221,7 @@ BLUEPRINTS: dict[tuple[str, str], Blueprint] = {}
 
 def names_for(kinds: set[str]) -> tuple[str, ...]:
     """Blueprints that fit slots of all these kinds."""
+    load_plugins()
     names = dict.fromkeys(name for kind, name in BLUEPRINTS if kind in kinds)
     return tuple(name for name in names if all((kind, name) in BLUEPRINTS for kind in kinds))
 
@@ -231,9 +233,8 @@ def blueprints_for(host: Host | str) -> tuple[str, ...]:
 
 
 def find_blueprint(kind: str, name: str) -> Blueprint:
-    kind = ALIKE.get(kind, kind)
+    kind, known = ALIKE.get(kind, kind), ", ".join(blueprints_for(kind))
     if (kind, name) not in BLUEPRINTS:
-        known = ", ".join(blueprints_for(kind))
         raise EsperError(f"no blueprint {name!r} for {kind} hosts; there are {known}")
     return BLUEPRINTS[kind, name]
 

@@ -17,6 +17,7 @@ from esper.kasmina.layers import CausalAttention, Embed, Residual
 from esper.kasmina.lift import Layout, Weights, draw_rows, initial_range, lifted
 from esper.leyline import Cost, EsperError, SlotConfig, SlotShape
 from esper.leyline.keys import seeded
+from esper.leyline.plugins import Registry, loading
 
 MOST_COMPILED = 24
 """Compiled variants of host stages in one process; beyond them stages run eagerly."""
@@ -120,7 +121,7 @@ class HostKind(NamedTuple):
 
 
 _TAPS = ("frozen", "width", "one_tap")
-HOSTS: dict[str, HostKind] = {
+HOSTS = Registry[HostKind]("host", HostKind, {
     "mlp": HostKind(_mlp, (40,), (32, 32, 32), ("frozen", "width")),
     "conv1d": HostKind(functools.partial(_conv, nn.Conv1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d), (1, 40),
                        (8, 16, 16), _TAPS),
@@ -128,7 +129,7 @@ HOSTS: dict[str, HostKind] = {
                     (8, 16, 32), _TAPS),
     "resnet": HostKind(_resnet, (3, 32, 32), (16, 32, 64)),
     "gpt": HostKind(_gpt, (64,), (64, 64, 64), tokens=True, draws_own_weights=True),
-}
+})
 BUILT_IN = tuple(HOSTS)
 
 
@@ -190,8 +191,8 @@ class Host:
         found by running the module once: [B, C], [B, C, L], [B, C, H, W] or [B, T, C]; `layouts` says
         "BCL" or "BTC" where that is guessed wrong. `name` is what files call it.
         """
-        if name in BUILT_IN:
-            raise EsperError(f"{name!r} is the name of a built-in host; choose another")
+        if name in BUILT_IN or (loading() and name and name in HOSTS):
+            raise EsperError(f"{name!r} is the name of a built-in or installed host; choose another")
         with seeded(0):
             made = make_foreign(module, (slots,) if isinstance(slots, str) else tuple(slots), example,
                                 dict(layouts or {}))

@@ -34,7 +34,7 @@ class Scaled(nn.Module):
 
     def __init__(self, body: nn.Module, channels: int, tokens: int = 0) -> None:
         super().__init__()
-        self.body, self.tokens = body, tokens
+        self.body, self.channels, self.tokens = body, channels, tokens
         self.scale = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,6 +71,7 @@ class Embed(nn.Module):
 
     def __init__(self, vocabulary: int, length: int, channels: int) -> None:
         super().__init__()
+        self.vocabulary, self.length, self.channels = vocabulary, length, channels
         self.token, self.position = nn.Embedding(vocabulary, channels), nn.Embedding(length, channels)
         for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=0.02)
@@ -85,7 +86,7 @@ class CausalAttention(nn.Module):
 
     def __init__(self, channels: int, heads: int, size: int, length: int) -> None:
         super().__init__()
-        self.heads, self.length = heads, length
+        self.channels, self.heads, self.size, self.length = channels, heads, size, length
         self.mix, self.out = nn.Linear(channels, 3 * heads * size), nn.Linear(heads * size, channels)
 
     def forward(self, x: Tensor) -> Tensor:

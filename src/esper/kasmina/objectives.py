@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import EsperError
+from esper.leyline.plugins import Registry
 
 
 class Chance(NamedTuple):
@@ -142,12 +143,11 @@ class NextToken(Classification):
         return Chance(self.entropy or math.log(outputs), 0.0, 0.0)
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "classification": Classification(), "regression": Regression(), "next_token": NextToken()}
+OBJECTIVES = Registry[Objective]("objective", Objective, {
+    "classification": Classification(), "regression": Regression(), "next_token": NextToken()})
 """By name, as tasks say it."""
+register_objective = OBJECTIVES.add
 
 
 def find_objective(name: str, entropy: float = 0.0) -> Objective:
-    if name not in OBJECTIVES:
-        raise EsperError(f"no objective {name!r}; choose from {', '.join(OBJECTIVES)}")
     return replace(OBJECTIVES[name], entropy=entropy)

@@ -257,8 +257,9 @@ class Population:
         times = torch.tensor([max(row[0].shape.tokens, 1) for row in self.prototypes])  # gates of tokens
         return chosen[..., 0] + sizes, chosen[..., 1] + 2 * (sizes - gated.long()) * times
 
-    def extract(self, row: int) -> nn.Module:
-        """The row's network as a plain module of the same function. Seeds without effect are left out."""
+    def extract(self, row: int, kept: bool = False) -> nn.Module:
+        """The row's network as a plain module of the same function. Seeds without effect are left out; with
+        `kept`, all that are not fossils: what an episode delivers."""
         if not 0 <= row < self.rows:
             raise EsperError(f"there is no row {row}; a population of {self.rows} has 0 to {self.rows - 1}")
         self._flush()
@@ -266,6 +267,7 @@ class Population:
             net = self.host.module().to(self.dtype)
         self.host.layout.load(net, self.banks[0].weights[row])
         live = (self.life.alpha[row] > 0) & (self.costs()[0][row] > 0)
+        live = live & self.life.at(SeedStage.FOSSILIZED)[row] if kept else live
         grafts = {slot: self.graft(row, slot) for slot in live.nonzero().flatten().tolist()}
         if self.host.foreign is not None:
             names = self.host.slots.names
@@ -280,9 +282,14 @@ class Population:
             raise EsperError(f"slot {slot} of row {row} holds no seed")
         prototype = self.prototypes[slot][int(self.life.blueprint[row, slot])]
         weights, size = self.banks[1 + slot].weights[row].cpu(), prototype.layout.size
-        gate = weights[size : size + prototype.gate_size]
-        style, alpha = Style(int(self.life.style[row, slot])), float(self.life.alpha[row, slot])
-        return Graft(prototype.plain(weights[:size]), style, alpha, gate, bool(prototype.shape.tokens))
+        style, alpha, gate = Style(int(self.life.style[row, slot])), float(self.life.alpha[row, slot]), None
+        if style is Style.GATE:
+            gate = nn.Linear(prototype.shape.channels, 1, dtype=weights.dtype)
+            with torch.no_grad():
+                gate.weight.copy_(weights[None, size : size + prototype.gate_size - 1])
+                gate.bias.copy_(weights[size + prototype.gate_size - 1])
+        seed, tokens = prototype.plain(weights[:size]), bool(prototype.shape.tokens)
+        return Graft(seed, style, alpha, tokens, gate).to(weights.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that belongs to rows, each tensor with N first."""

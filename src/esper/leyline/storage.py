@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,11 +67,35 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise EsperError(f"cannot lock {folder}: {error.strerror}; choose another folder") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(handle)
         yield
     except BlockingIOError as error:
         raise EsperError(f"another esper process works in {folder}; "
                          "wait for it, or choose another folder") from error
+    finally:
+        os.close(handle)
+
+
+def _take(handle: int) -> None:
+    """The lock, or BlockingIOError; a glance by `is_locked` is waited for."""
+    for _ in range(4):
+        with suppress(BlockingIOError):
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.02)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_locked(folder: Path) -> bool:
+    """Does a process work in this folder?"""
+    try:
+        handle = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
     finally:
         os.close(handle)
 

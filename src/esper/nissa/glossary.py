@@ -2,15 +2,33 @@
 
 import math
 
-from esper.nissa.registry import SCHEMA, TABLES
+from esper.nissa.registry import INCIDENT, SCHEMA, TABLES
+
+HEAD = """\
+# The run store
+
+One SQLite file per run in WAL mode: one process writes it, and any number read it meanwhile with
+`esper sql`, [panels](panels.md) or any SQLite client. A round is written in one transaction, so a run that is
+killed leaves whole rounds. NULL was not measured.
+
+```sh
+esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op"
+esper sql runs/first "SELECT * FROM seed WHERE round = 3" --rows 100000 --csv > seeds.csv
+```
+
+`esper sql` takes one SELECT. It can change nothing, opens no other file, and stops after `--rows` and
+`--seconds`.
+
+These are the tables of schema {schema} (`PRAGMA user_version`). A store of schema 2 is brought to it when its
+run is resumed, with NULL for what was not measured then; viewers bring a copy in memory. Runs whose facts
+have the same `group` differ in seed alone; facts with a `round` above 0 were noted when the run was resumed.
+
+Made by `python -m esper.nissa.glossary > docs/store.md`."""
 
 
 def glossary() -> str:
     """All tables as Markdown: `docs/store.md`."""
-    lines = ["# The run store", "",
-             "One SQLite file per run; `read` or any SQLite client opens it, also while the run writes.",
-             f"NULL was not measured. These are the tables of schema {SCHEMA} (`PRAGMA user_version`).",
-             "Made by `python -m esper.nissa.glossary > docs/store.md`."]
+    lines = [HEAD.format(schema=SCHEMA)]
     for table, columns in TABLES.items():
         lines += ["", f"## {table}", "", "| column | what it is | unit | range |", "|---|---|---|---|"]
         for name, metric in columns.items():
@@ -18,6 +36,10 @@ def glossary() -> str:
             span = f"{ends[0]} .. {ends[1]}" if any(ends) else ""
             key = " (key)" if metric.key else ""
             lines.append(f"| `{name}`{key} | {metric.help} | {metric.unit} | {span} |")
+    lines += ["", "## incident", "",
+              "A view of `anomaly`: one row for rounds on end in which something was alarming.", "",
+              "| column | what it is |", "|---|---|",
+              *(f"| `{name}` | {why} |" for name, why in INCIDENT.items())]
     return "\n".join(lines)
 
 

@@ -32,6 +32,7 @@ _int = partial(Metric, "INTEGER", low=0)
 _key = partial(_int, key=True)
 _share = partial(_real, low=0, high=1)
 _score = partial(_real, unit="score")
+_chance = partial(_real, low=0, high=1.0001)
 
 
 def _columns(metrics: Mapping[str, UpdateMetric]) -> dict[str, Metric]:
@@ -50,6 +51,10 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
     "step": {
         **_WHERE, "scenario": _int("its key", low=-math.inf), "op": _text("operation"),
         "slot": _int("chosen, if it matters"), "blueprint": _text("chosen, if it matters"),
+        "chance": _chance("of the whole action, when it was drawn"),
+        **{f"chance_{head}": _chance(f"of this {head}; NULL: it did not matter or there was no choice")
+           for head in ("op", "slot", "blueprint")},
+        "value": _real("return that the controller expected from here on", "score"),
         "reward": _real("of this epoch", "score", -10, 10),
         **{f"reward_{name}": _real(f"its part for {why}", "score", -10, 10) for name, why in _REWARD.items()},
         "score": _share("of the network, delivered at the end"),
@@ -60,8 +65,16 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
     "move": {
         **_WHERE, "slot": _key("of the host"), "source": _text("stage left", key=True),
         "target": _text("stage entered", key=True)},
+    "seed": {
+        **_WHERE, "slot": _key("of the host; an empty one has no row"),
+        "stage": _text("after the epoch"), "blueprint": _text("of the seed"),
+        "alpha": _share("after the epoch"),
+        "contribution": _score("smooth score that is lost without it"),
+        "preview": _score("smooth score that it would bring, while it incubates"),
+        "error": _score("standard error of the one or the other", low=0)},
     "round": {
-        **_ROUND, "seconds": _real("of the round", "s", 0), "host_epochs": _int("trained"),
+        **_ROUND, "seconds": _real("of the round", "s", 0),
+        "ended": _real("when it was over, since 1970", "s", 0), "host_epochs": _int("trained"),
         "episodes": _int("ended"), "utility": _score("mean return"),
         "utility_error": _score("its standard error", low=0), **_columns(UPDATE_METRICS)},
     "worker": {
@@ -73,6 +86,9 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
     "anomaly": {
         **_ROUND, "kind": _text("of trouble", key=True), "place": _text("head or metric", key=True),
         "value": _real("that was alarming")},
+    "fact": {
+        "round": _key("rounds before it was noted: 0, or those before the run was resumed"),
+        "name": _text("of the fact", key=True), "value": _text("as JSON")},
     "arm": {
         **_WHO, "scenario": _key("number"), "kind": _text("hidden type"),
         "price": _score("per parameter", low=0),
@@ -106,9 +122,25 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
         "scope": _text('"round 7": its rows in all tables; "all": every row', key=True),
         "digest": _text("SHA-256 of those rows, which `verify` computes again")}}
 """table -> column -> metric."""
+VIEWS = {"incident": """CREATE VIEW incident AS
+WITH alarm AS (SELECT round, kind, substr(place, 1, instr(place || ' at ', ' at ') - 1) AS what, value
+               FROM anomaly),
+     known AS (SELECT *, round - row_number() OVER (PARTITION BY kind, what ORDER BY round) AS spell
+               FROM alarm)
+SELECT kind, what, min(round) AS opened,
+       CASE WHEN max(round) < (SELECT max(round) FROM round) THEN max(round) + 1 END AS closed,
+       count(*) AS rounds, max(value) AS most, min(value) AS least
+FROM known GROUP BY kind, what, spell"""}
+"""view -> the statement that makes it. An incident is one spell of an anomaly: rounds on end in which it was
+alarming; it is closed by the first round in which it is not."""
+INCIDENT = {
+    "kind": "of trouble", "what": "the head, metric or place", "opened": "first round", "closed":
+    "first round in which it was over; NULL: it is open", "rounds": "that it lasted", "most":
+    "largest value", "least": "smallest value"}
+"""Columns of the view in words."""
 KEYS = {table: [name for name, metric in columns.items() if metric.key] for table, columns in TABLES.items()}
 """table -> the columns that name a row."""
 CREATE = {table: "CREATE TABLE {} ({}, PRIMARY KEY ({})) WITHOUT ROWID".format(
     table, ", ".join(f'"{name}" {metric.kind}' for name, metric in columns.items()),
-    ", ".join(KEYS[table])) for table, columns in TABLES.items()}
-"""table -> the statement that makes it, as SQLite keeps it."""
+    ", ".join(KEYS[table])) for table, columns in TABLES.items()} | VIEWS
+"""table or view -> the statement that makes it, as SQLite keeps it."""

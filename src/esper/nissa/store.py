@@ -1,12 +1,8 @@
-"""The run store: one SQLite file that a run writes and anybody reads. Its tables are the registry's.
+"""The run store: one SQLite file that a run writes and anybody reads. Its tables are the registry's."""
 
-Seals are digests of complete rows, which tell of damage that SQLite does not see.
-"""
-
-import hashlib
 import math
-import re
 import sqlite3
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +12,22 @@ from torch import Tensor
 
 from esper.leyline import EsperError
 from esper.nissa.registry import CREATE, KEYS, SCHEMA, TABLES
+from esper.nissa.sealing import (
+    ALL,
+    BY_ROUND,
+    EARLIER,
+    SEAL,
+    damage,
+    is_whole,
+    migrate,
+    seal,
+    tables_of,
+    version_of,
+)
 
-SEAL, ALL = "seal", "all"  # the table of seals, and the scope of a whole store
-_BY_ROUND = [table for table, columns in TABLES.items() if "round" in columns]  # sealed round by round
 _PLAIN: dict[str, Callable[[Any], Any]] = {"TEXT": lambda text: text, "REAL": float, "INTEGER": int}
+_ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+LONGEST = 10_000_000  # bytes of one value that a query may make
 PATIENCE = 60.0  # seconds that a write waits for another program's lock
 _LOCKED, _SHUT = "another program has locked it; let that one end, then resume the run", "make it writable"
 _BROKEN = "put back a whole one"
@@ -50,17 +58,23 @@ class Store:
             raise _trouble("open", self.path, error) from error
 
     def _prepare(self) -> None:
-        """Make the tables of a new store; a store of another schema is refused and left as it is."""
-        if (made := _tables_of(self.connection)) and (version := _version_of(self.connection)) != SCHEMA:
+        """Make the tables of a new store, or bring those of an earlier schema here; a store of any other
+        schema is refused and left as it is."""
+        made, version = tables_of(self.connection), version_of(self.connection)
+        if made and version not in (SCHEMA, *EARLIER):
             raise EsperError(f"the run store {self.path} has schema {version}, and this version of Esper "
                              f"writes schema {SCHEMA}; begin a new run in another folder")
-        if made not in ({}, CREATE):
-            raise EsperError(f"the run store {self.path} lacks the tables of schema {SCHEMA}; {_BROKEN}")
+        if made and not is_whole(self.connection):
+            raise EsperError(f"the run store {self.path} lacks the tables of schema {version}; {_BROKEN}")
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=NORMAL")
         self.connection.execute("BEGIN IMMEDIATE")
         with self.connection:
-            if not _tables_of(self.connection):
+            if made and version != SCHEMA:
+                if found := damage(self.connection):
+                    raise _damaged(self.path, found)
+                migrate(self.connection)
+            elif not tables_of(self.connection):
                 for create in CREATE.values():
                     self.connection.execute(create)
                 self.connection.execute(f"PRAGMA user_version = {SCHEMA}")
@@ -85,7 +99,7 @@ class Store:
 
     def commit(self) -> None:
         """Write what is waiting, all or nothing, and seal the rounds that it touches; without rounds, all."""
-        rounds = {row[0] for table, rows in self.waiting if table in _BY_ROUND for row in rows}
+        rounds = {row[0] for table, rows in self.waiting if table in BY_ROUND for row in rows}
         scopes = [f"round {number}" for number in rounds] or [ALL] * bool(self.waiting)
         try:
             self.connection.execute("BEGIN IMMEDIATE")
@@ -94,8 +108,7 @@ class Store:
                     marks = ", ".join("?" * len(TABLES[table]))
                     self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
                 for scope in scopes:
-                    row = scope, _digest(self.connection, scope)
-                    self.connection.execute(f"INSERT OR REPLACE INTO {SEAL} VALUES (?, ?)", row)
+                    seal(self.connection, scope)
         except sqlite3.Error as error:
             raise _trouble("write", self.path, error) from error
         self.waiting.clear()
@@ -118,24 +131,76 @@ def verify(path: str | Path) -> None:
     try:
         with closing(_readable(path)) as connection:
             connection.execute("BEGIN")  # one moment of a store that is being written
-            made, version = _tables_of(connection), _version_of(connection)
+            made, version = tables_of(connection), version_of(connection)
             if made and SEAL not in made and version < SCHEMA:
                 raise EsperError(f"the run store {path} has schema {version}, which has no seals: it can be "
                                  "read, but not verified")
-            found = _damage(connection)
+            found = damage(connection)
     except _ERRORS as error:
         if ADVICE.get(_code(error), _BROKEN) is not _BROKEN:
             raise _trouble("read", path, error) from error
         found = str(error)
     if found:
-        raise EsperError(f"the run store {path} is damaged: {found}; {_BROKEN}")
+        raise _damaged(path, found)
 
 
-def _readable(path: str | Path) -> sqlite3.Connection:
+def reader(path: str | Path) -> sqlite3.Connection:
+    """A read-only connection with the tables of this schema, which may be used from any thread. A store of an
+    earlier schema is copied into memory and brought here; its file stays as it is."""
+    try:
+        connection = _readable(path, anywhere=True)
+        version = version_of(connection)
+        if version == SCHEMA:
+            return connection
+        with closing(connection):
+            if version not in EARLIER or not is_whole(connection):
+                raise EsperError(f"the run store {path} has schema {version}, and this version of Esper "
+                                 f"reads schema {SCHEMA}; use the version that wrote it")
+            copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            connection.backup(copy)
+            migrate(copy)
+            copy.execute("PRAGMA query_only = 1")
+            return copy
+    except _ERRORS as error:
+        raise _trouble("read", path, error) from error
+
+
+def ask(path: str | Path, query: str, most: int = 1000,
+        seconds: float = 10.0) -> tuple[list[str], list[tuple[Any, ...]], bool]:
+    """(columns, rows, are there more?) of anybody's SELECT: it can change nothing, reach no other file, and
+    ends after so many rows or seconds."""
+    if most < 1 or seconds <= 0:
+        raise EsperError("a query needs at least one row and more than 0 seconds")
+    deadline = time.monotonic() + seconds
+    with closing(reader(path)) as connection:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+        connection.set_authorizer(lambda action, *about: sqlite3.SQLITE_OK if action in _ALLOWED
+                                  else sqlite3.SQLITE_DENY)
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+        try:
+            found = connection.execute(query)
+            rows = found.fetchmany(most + 1)
+        except (*_ERRORS, sqlite3.Warning, ValueError) as error:
+            if _code(error) == sqlite3.SQLITE_INTERRUPT:
+                raise EsperError(f"the query took more than {seconds:g} s; "
+                                 "ask for less, or allow more") from error
+            raise EsperError(f"cannot answer the query: {error}; it must be one SELECT on the tables of "
+                             "docs/store.md") from error
+        if found.description is None:
+            raise EsperError("the query asks for nothing; it must be one SELECT")
+        return [column[0] for column in found.description], rows[:most], len(rows) > most
+
+
+def _damaged(path: str | Path, found: str) -> EsperError:
+    return EsperError(f"the run store {path} is damaged: {found}; {_BROKEN}")
+
+
+def _readable(path: str | Path, anywhere: bool = False) -> sqlite3.Connection:
     if not Path(path).exists():
         raise EsperError(f"there is no run store at {path}")
     place = Path(path).resolve().as_uri()  # ?, # and % of its name are escaped
-    return sqlite3.connect(f"{place}?mode=ro", timeout=PATIENCE, isolation_level=None, uri=True)
+    return sqlite3.connect(f"{place}?mode=ro", timeout=PATIENCE, isolation_level=None, uri=True,
+                           check_same_thread=not anywhere)
 
 
 def _code(error: Exception) -> int:
@@ -158,50 +223,3 @@ def _checked(table: str, name: str, values: Sequence[Any]) -> list[Any]:
             raise EsperError(f"{table}.{name} cannot be {plain}: it lies in {metric.low} .. {metric.high}")
         out.append(None if missing else _PLAIN[metric.kind](plain))
     return out
-
-
-def _digest(connection: sqlite3.Connection, scope: str) -> str:
-    """SHA-256 of the rows of a scope, table after table and each by its key, one line of ASCII for a row."""
-    found, everything = hashlib.sha256(), scope == ALL
-    for table, columns in TABLES.items():
-        if table != SEAL and (everything or table in _BY_ROUND):
-            found.update(f"{table} {', '.join(columns)}\n".encode())
-            where = "" if everything else f"WHERE round = {int(scope.split()[1])}"
-            for row in connection.execute(f"SELECT * FROM {table} {where} ORDER BY {', '.join(KEYS[table])}"):
-                found.update(f"{row!a}\n".encode())
-    return found.hexdigest()
-
-
-def _version_of(connection: sqlite3.Connection) -> int:
-    """Stores of schema 1 did not say so."""
-    return connection.execute("PRAGMA user_version").fetchone()[0] or 1
-
-
-def _tables_of(connection: sqlite3.Connection) -> dict[str, str]:
-    """Every table that there is, and how it was made."""
-    return dict(connection.execute("SELECT name, sql FROM sqlite_schema"))
-
-
-def _damage(connection: sqlite3.Connection) -> str:
-    """What is wrong with a store; nothing, if all of its rows are as they were sealed."""
-    checked = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
-    if checked != "ok":
-        return " ".join(checked.split()).removeprefix("*** in database main *** ")
-    if _version_of(connection) != SCHEMA or _tables_of(connection) != CREATE:
-        return f"its tables are not those of schema {SCHEMA}"
-    seals = dict(connection.execute(f"SELECT scope, digest FROM {SEAL}"))
-    for scope, sealed in seals.items():
-        known = scope == ALL or re.fullmatch("round [0-9]+", scope)
-        if not known or _digest(connection, scope) != sealed:
-            return f"the rows of {'all tables' if scope == ALL else scope} are not those that were sealed"
-    if ALL in seals:
-        return ""
-    found = {number for table in _BY_ROUND
-             for (number,) in connection.execute(f"SELECT DISTINCT round FROM {table}")}
-    for number in sorted({*found, *range(max(found, default=0))}):  # no round is missing
-        if f"round {number}" not in seals:
-            return f"round {number} has no seal"
-    for table in (table for table in TABLES if table not in (*_BY_ROUND, SEAL)):
-        if connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone():
-            return f"table {table} has rows that were never sealed"
-    return ""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -90,5 +91,16 @@ class TrainConfig:
     @property
     def identity(self) -> str:
         """A digest of what makes a run this run; it may be made longer."""
-        plain = to_dict(self) | {"rounds": 0}
+        return self._digest(rounds=0)
+
+    def facts(self) -> dict[str, Any]:
+        """What viewers of a run must know; `group` is the same for runs that differ in seed alone."""
+        host, spec = self.env.family.host, self.env.spec
+        return {"family": self.env.family.name, "task": self.env.family.task, "seed": self.seed,
+                "rounds": self.rounds, "rows": self.rows, "slots": list(host.slots.names),
+                "blueprints": list(spec.blueprints), "heads": [head.name.lower() for head in spec.heads],
+                "identity": self.identity, "group": self._digest(rounds=0, seed=0), "config": to_dict(self)}
+
+    def _digest(self, **fixed: int) -> str:
+        plain = to_dict(self) | fixed
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]

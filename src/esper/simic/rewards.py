@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline import EsperError, SeedStage
+from esper.leyline.plugins import Registry
 from esper.tolaria import Measurement, Scenarios, Scores, charges
 
 SCORES_OF: Mapping[str, tuple[str, str]] = {
@@ -78,17 +79,16 @@ def _shaped(now: RewardInputs) -> Terms:
     return {"potential": torch.where(now.over, 0.0, potential), **_contribution(now)}
 
 
-REWARDS: Mapping[str, Callable[[RewardInputs], Terms]] = {
-    "utility": _utility, "terminal": _terminal, "contribution": _contribution, "shaped": _shaped}
+REWARDS = Registry[Callable[[RewardInputs], Terms]]("reward", Callable, {
+    "utility": _utility, "terminal": _terminal, "contribution": _contribution, "shaped": _shaped})
 """name -> level. `utility` is the default."""
+register_reward = REWARDS.add
 
 
 class Ledger:
     """Pays N rows the change of their level, term by term. A row that was over already is paid nothing."""
 
     def __init__(self, reward: str, rows: int) -> None:
-        if reward not in REWARDS:
-            raise EsperError(f"no reward {reward!r}; choose from {', '.join(REWARDS)}")
         self.level, self.rows = REWARDS[reward], rows
         self.before: Terms = {}
         self.closed = torch.zeros(rows, dtype=torch.bool)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.leyline import EsperError, Head, LifecycleOp
+from esper.leyline import ActionSpec, EsperError, Head, LifecycleOp, SeedStage
 from esper.leyline.codec import to_dict
 from esper.leyline.storage import atomic_write, read_state
 from esper.leyline.telemetry import Nowhere, Sink
+from esper.simic.buffer import TamiyoRolloutBuffer
 from esper.simic.config import TrainConfig
 from esper.simic.metrics import PPOUpdateMetrics
 from esper.simic.ppo import PPOAgent
@@ -59,10 +60,11 @@ class Training:
             for shard in shards:
                 for counted in zip(*(part.to(agent.device) for part in shard.played.counted), strict=True):
                     agent.controller.normaliser.fold(counted)
+            told = _told(buffer, config.env.spec)
             metrics = agent.update(buffer, nothing)
             played = [shard.played for shard in shards]
             for place, each in enumerate(played):
-                self._record(number, each, place * config.rows // config.shards)
+                self._record(number, each, place * config.rows // config.shards, told)
             self._report(number, played, metrics)
             if config.exam_every and (number + 1) % config.exam_every == 0:
                 self.examine("learned", Learned(agent.controller, greedy=True), number + 1)
@@ -100,10 +102,11 @@ class Training:
         except EsperError as error:
             raise EsperError(f"{error}, then resume the run: what it saved before is kept") from error
 
-    def _record(self, number: int, played: Round, first: int) -> None:
-        """Every step of a shard, whose rows begin with the first."""
+    def _record(self, number: int, played: Round, first: int, told: dict[str, Tensor]) -> None:
+        """Every step of a shard, whose rows begin with the first; `told` [T, all rows] is what the controller
+        thought."""
         episodes, measured, spec = played.episodes, played.episodes.measured, self.config.env.spec
-        wait, grow = LifecycleOp.WAIT, LifecycleOp.GERMINATE
+        wait, grow, mine = LifecycleOp.WAIT, LifecycleOp.GERMINATE, slice(first, first + len(episodes))
         for epoch, actions in enumerate(episodes.actions):
             running = ~measured["done"][epoch - 1] if epoch else torch.ones_like(measured["done"][0])
             now = played.inputs[epoch]
@@ -121,13 +124,33 @@ class Training:
                        "twin": now.twin, "params": now.params.sum(1),
                        **{name: measured[f"all_on.{name}"][epoch] for name in ("loss", "smooth")},
                        **{f"reward_{name}": term[epoch] for name, term in played.terms.items()},
-                       **{name: measured[name][epoch] for name in plain}}
+                       **{name: measured[name][epoch] for name in plain},
+                       **{name: each[epoch, mine] for name, each in told.items()}}
             self.sink.write("step", columns | {name: tensor[running] for name, tensor in tensors.items()})
+            self._seeds(number, epoch, first, running, {name: each[epoch] for name, each in measured.items()})
         if episodes.moves:
             moves = ((epoch, first + row, *rest) for epoch, row, *rest in episodes.moves)
             names = ("epoch", "row", "slot", "source", "target")
             listed = zip(names, map(list, zip(*moves, strict=True)), strict=True)
             self.sink.write("move", {"round": number, **dict(listed)})
+
+    def _seeds(self, number: int, epoch: int, first: int, running: Tensor, now: dict[str, Tensor]) -> None:
+        """Every slot of running rows [N] that is not empty, as measured [N, S] after an epoch."""
+        row, slot = (running[:, None] & (now["stage"] != SeedStage.DORMANT)).nonzero().unbind(1)
+        if not len(row):
+            return
+        known = {name: now[f"{name}.known"][row, slot] for name in ("contribution", "preview")}
+        values = {name: torch.where(each, now[f"{name}.value"][row, slot], torch.nan)
+                  for name, each in known.items()}
+        errors = [torch.where(each, now[f"{name}.standard_error"][row, slot], torch.nan)
+                  for name, each in known.items()]
+        self.sink.write("seed", {
+            "round": number, "epoch": epoch + 1, "row": first + row, "slot": slot,
+            "stage": [SeedStage(stage).name for stage in now["stage"][row, slot].tolist()],
+            "blueprint": [self.config.env.spec.blueprints[b] if b >= 0 else None
+                          for b in now["blueprint"][row, slot].tolist()],
+            "alpha": now["alpha"][row, slot], **values,
+            "error": torch.where(known["contribution"], *errors)})
 
     def _report(self, number: int, played: list[Round], metrics: PPOUpdateMetrics) -> None:
         now, total = time.perf_counter(), torch.cat([each.returns for each in played])
@@ -135,12 +158,18 @@ class Training:
         if not self.config.pool or number < self.config.pool:  # twins of scenarios that were not met before
             epochs += sum(int(each.episodes.scenarios.horizon.sum()) for each in played)
         self.sink.write("round", {
-            "round": number, "seconds": now - self.clock, "host_epochs": epochs, "episodes": len(total),
+            "round": number, "seconds": now - self.clock, "ended": time.time(), "host_epochs": epochs,
+            "episodes": len(total),
             "utility": float(total.mean()), "utility_error": float(total.std()) / math.sqrt(len(total)),
             **metrics.single()})
         self.sink.write("head", {"round": number, **metrics.by_head()})
-        for a in metrics.anomalies:
-            self.sink.write("anomaly", {"round": number, "kind": a.kind, "place": a.where, "value": a.value})
+        alarms = [(a.kind, a.where, a.value) for a in metrics.anomalies]
+        if back := sum(int(each.episodes.measured["rolled_back"].sum()) for each in played):
+            alarms.append(("rollback", "hosts", back))
+        if metrics.kl > self.config.ppo.kl_stop * self.config.ppo.target_kl:
+            alarms.append(("large_kl", "kl", metrics.kl))
+        for kind, place, value in alarms:
+            self.sink.write("anomaly", {"round": number, "kind": kind, "place": place, "value": value})
         self.clock = now
 
     def examine(self, name: str, policy: PolicyBundle, number: int) -> Tensor:
@@ -157,3 +186,13 @@ class Training:
     def exam(self) -> RewardWorld:
         """Scored as the proof is; its twins are computed once."""
         return make_world(self.config, self.config.exam_rows, "utility", "score", self.make)
+
+
+def _told(buffer: TamiyoRolloutBuffer, spec: ActionSpec) -> dict[str, Tensor]:
+    """[T, N]: how likely each decision was, and the return that was expected; NaN: a head had no choice."""
+    told = {"chance": buffer["log_prob"].exp(), "value": buffer["value"].clone()}
+    for place, head in enumerate(spec.heads):
+        if head in (Head.OP, Head.SLOT, Head.BLUEPRINT):
+            chance, free = buffer["head_log_probs"][..., place].exp(), buffer["relevant"][..., place]
+            told[f"chance_{head.name.lower()}"] = torch.where(free, chance, torch.nan)
+    return {name: each.cpu() for name, each in told.items()}

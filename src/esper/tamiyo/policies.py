@@ -9,6 +9,7 @@ from torch import Tensor
 
 from esper.leyline import ActionSpec, EsperError, View
 from esper.leyline.keys import Purpose, mix, uniform
+from esper.leyline.plugins import Registry, load_plugins
 from esper.leyline.storage import read_state
 from esper.tamiyo.controller import Controller, PolicyInput
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits
@@ -39,6 +40,8 @@ class Random:
 class Learned:
     """A trained controller. It draws from its distribution, or takes the likeliest action if greedy."""
 
+    memory = ("hidden",)
+
     def __init__(self, controller: Controller, greedy: bool = False, seed: int = 0) -> None:
         self.controller, self.greedy, self.seed = controller, greedy, seed
         self.hidden: Tensor | None = None
@@ -65,7 +68,14 @@ class Learned:
         return acted.actions.cpu()
 
 
-POLICIES: dict[str, Callable[..., PolicyBundle]] = {
+POLICIES = Registry[Callable[..., PolicyBundle]]("policy", Callable, {
     "wait": Wait, "random": Random, "scripted": Scripted, "heuristic": Heuristic, "triggered": Triggered,
-    "planned": Planned, "learned": Learned.load}
+    "planned": Planned, "learned": Learned.load})
 """Every kind of policy by name; each is called with what it needs."""
+register_policy = POLICIES.add
+
+
+def named_policies() -> tuple[str, ...]:
+    """Those for which a name is enough, at the door and before the court."""
+    load_plugins()
+    return tuple(name for name in POLICIES if name not in ("scripted", "triggered", "planned", "learned"))

@@ -162,14 +162,34 @@ class Planned:
         return _grow_and_keep(view, due, self.blueprint, torch.tensor(False), last)
 
 
-def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor, hurry: Tensor) -> Tensor:
-    """Actions of rows that fossilize what they may, then advance, then germinate where `grows` ([N, S] or
-    [N, 1]), in the first such slot or the last if `backwards`; those in a `hurry` [N] germinate first."""
+class Switched:
+    """Follows a plan, and from an epoch on another one: it prunes what that has no use for."""
+
+    def __init__(self, first: Planned, then: Planned, at: int) -> None:
+        self.first, self.then, self.at = first, then, at
+
+    def __call__(self, view: View) -> Tensor:
+        seeds, after = view.seeds, (view.clock >= self.at)[:, None]
+        birth = torch.where(after, self.then.birth, self.first.birth)
+        blueprint = torch.where(after, self.then.blueprint, self.first.blueprint)
+        lives = (seeds.stage >= SeedStage.GERMINATED) & (seeds.stage <= SeedStage.HOLDING)
+        wrong = after & lives & ((birth < 0) | (seeds.blueprint != blueprint))
+        due = (birth >= 0) & (view.clock[:, None] >= birth) & (seeds.germinations <= after.long())
+        last = ~in_time(view, wait=int(due.sum(1).amax()))[:, view.spec.defaults[Head.TEMPO]]
+        return _grow_and_keep(view, due, blueprint, torch.tensor(False), last, after & ~wrong, wrong)
+
+
+def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor, hurry: Tensor,
+                   keeps: Tensor | bool = True, prunes: Tensor | bool = False) -> Tensor:
+    """Actions of rows that prune where `prunes`, fossilize what they may where `keeps`, then advance, then
+    germinate where `grows` ([N, S] or [N, 1]), in the first such slot or the last if `backwards`; those in a
+    `hurry` [N] germinate first."""
     spec, every = view.spec, torch.arange(len(view.clock))
     allowed = dict(zip(spec.ops, action_masks(view).slot.unbind(1), strict=True))  # [N, S] each
     grow, never = allowed[LifecycleOp.GERMINATE] & grows, torch.zeros_like(view.seeds.fading)
     wishes = ((LifecycleOp.GERMINATE, grow), (LifecycleOp.ADVANCE, allowed.get(LifecycleOp.ADVANCE, never)),
-              (LifecycleOp.FOSSILIZE, allowed.get(LifecycleOp.FOSSILIZE, never)),
+              (LifecycleOp.FOSSILIZE, allowed.get(LifecycleOp.FOSSILIZE, never) & keeps),
+              (LifecycleOp.PRUNE, allowed.get(LifecycleOp.PRUNE, never) & prunes),
               (LifecycleOp.GERMINATE, grow & hurry[:, None]))
     op, slot = waiting(view)[:, [Head.OP, Head.SLOT]].unbind(1)
     for wish, where in wishes:  # the last one counts

@@ -8,12 +8,12 @@ from esper.tolaria.governor import Governor, GovernorConfig
 from esper.tolaria.openings import openings
 from esper.tolaria.previews import PreviewConfig, preview_candidates
 from esper.tolaria.scenarios import Family, Kind, Scenarios
-from esper.tolaria.tasks import TASKS, ProofKey, Task, TaskData, add_data, load_task, open_test, present
+from esper.tolaria.tasks import TASKS, ProofKey, Task, TaskData, load_task, open_test, register_task
 
 __all__ = [
     "FAMILIES", "TASKS", "Decision", "EnvConfig", "Episodes", "Evidence", "Family", "Governor",
     "GovernorConfig", "Kind", "MakeEnv", "Measurement", "MorphogeneticEnv", "PreviewConfig", "ProofKey",
-    "Scenarios", "Scores", "Task", "TaskData", "Twins", "add_data", "batches", "charges", "evaluate",
-    "find_family", "load_task", "open_test", "openings", "play", "present", "preview_candidates",
-    "register_family", "replay", "utility",
+    "Scenarios", "Scores", "Task", "TaskData", "Twins", "batches", "charges", "evaluate",
+    "find_family", "load_task", "open_test", "openings", "play", "preview_candidates",
+    "register_family", "register_task", "replay", "utility",
 ]

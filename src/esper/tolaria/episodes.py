@@ -156,6 +156,12 @@ def play(env: MorphogeneticEnv, policy: Policy, scenarios: Scenarios, *,
 
 def replay(episodes: Episodes, device: str = "", data: TaskData | None = None) -> list[str]:
     """Play recorded episodes again: the measurements that differ in any bit, one "name, epoch, row" each."""
+    return replayed(episodes, device, data)[1]
+
+
+def replayed(episodes: Episodes, device: str = "",
+             data: TaskData | None = None) -> tuple[MorphogeneticEnv, list[str]]:
+    """(the environment as the episodes left it, what `replay` says)."""
     config = episodes.config
     env = MorphogeneticEnv(config, len(episodes), data, device=device or config.device)
     recorded = iter(episodes.actions)
@@ -166,7 +172,7 @@ def replay(episodes: Episodes, device: str = "", data: TaskData | None = None) -
         mine, tensor = again.measured[name], before[:same]
         unequal = (mine != tensor) & ~(mine.isnan() & tensor.isnan())  # whole numbers are never NaN
         different += [f"{name}, epoch {place[0] + 1}, row {place[1]}" for place in unequal.nonzero().tolist()]
-    return different
+    return env, different
 
 
 class TwinScores:

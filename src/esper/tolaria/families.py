@@ -7,13 +7,14 @@ from pathlib import Path
 from esper.kasmina import HOSTS, Host
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict
+from esper.leyline.plugins import Registry
 from esper.tolaria.scenarios import Family, Kind
 from esper.tolaria.tasks import all_tasks, find_task
 
 ALL = (True, True, True)
 _WRONG = Kind("few samples, wrong labels", samples=300, label_noise=0.4)
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (
+FAMILIES = Registry[Family]("family", Family, {family.name: family for family in (
     Family(
         "mnist1d", "mnist1d", Host("conv1d", widths=(8, 12, 12)),
         (_WRONG, Kind("shuffled", shuffle=True), Kind("shuffled, blind", shuffle=True, one_tap=ALL),
@@ -28,17 +29,14 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (
         (_WRONG, Kind("frozen", frozen=ALL), Kind("narrow last", width=(1.0, 1.0, 0.25)),
          Kind("narrow", width=(0.25, 0.25, 0.25))),
         prices=(2e-5, 5e-5, 1e-4), horizons=(10, 14), samples=2000, validation=1000, pool=2),
-)}
+)})
 
 
 def register_family(family: Family) -> Family:
     """Make a family known by its name, to `--family` as well: a plugin's way in."""
     if not isinstance(family, Family):
         raise EsperError(f"a family must be a Family, not a {type(family).__name__}")
-    if family.name in FAMILIES:
-        raise EsperError(f"there is already a family {family.name!r}; give yours another name")
-    FAMILIES[family.name] = family
-    return family
+    return FAMILIES.add(family.name, family)
 
 
 WIDTHS: dict[str, tuple[int, ...]] = {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from esper.kasmina import find_objective
 from esper.leyline import EsperError
+from esper.leyline.plugins import Registry, load_plugins
 from esper.tolaria import files, own, readers, sources
 from esper.tolaria.files import TEST, TRAIN, Samples
 from esper.tolaria.openings import log_opening
@@ -186,18 +187,32 @@ TASKS = {task.name: task for task in (
 )}
 
 
+MAKERS = Registry[Callable[[], Task]]("task", Callable, {})  # of tasks that packages bring
+
+
+def register_task(name: str, make: Callable[[], tuple[Any, Any]], objective: str = "classification") -> None:
+    """Make a task known by its name: `make()` returns x and y as `Task.from_arrays` takes them. It is called
+    when the task is first used; from then on the data directory has it."""
+    if name in TASKS:
+        raise EsperError(f"{name} is a built-in task; choose another name")
+    MAKERS.add(name, lambda: Task.from_arrays(name, *make(), objective))
+
+
 def all_tasks() -> dict[str, Task]:
-    """Built-in tasks, then users' own by name."""
-    return TASKS | {name: _own(name, own.describe(name)) for name in own.names()}
+    """Built-in tasks, then packages' and users' own by name."""
+    load_plugins()
+    return TASKS | {name: find_task(name) for name in sorted({*MAKERS, *own.names()})}
 
 
 def find_task(name: str) -> Task:
-    """A built-in task, or one that was added to the data directory."""
+    """A built-in task, one that was added to the data directory, or one that a package brings."""
     if isinstance(name, str) and name in TASKS:
         return TASKS[name]
-    if not own.known(name):
-        raise EsperError(f"no task {name!r}; choose from {', '.join((*TASKS, *own.names()))}")
-    return _own(name, own.describe(name))
+    if own.known(name):
+        return _own(name, own.describe(name))
+    if name not in MAKERS:
+        raise EsperError(f"no task {name!r}; choose from {', '.join((*TASKS, *MAKERS, *own.names()))}")
+    return MAKERS[name]()
 
 
 def task_digest(name: str) -> str:
@@ -205,7 +220,7 @@ def task_digest(name: str) -> str:
     return find_task(name).digest
 
 
-remove_task = own.remove
+remove_task, data_directory = own.remove, files.data_directory
 
 
 def _own(name: str, description: own.Description) -> Task:
@@ -229,10 +244,6 @@ def _stored(name: str, make: Callable[[], own.Made], replace: bool) -> Task:
 def where(task: Task) -> str | None:
     """"built in", the folder that would be read, or None where data is missing. Nothing is verified."""
     return task.source.where(task)
-
-
-def present(task: Task) -> bool:
-    return where(task) is not None
 
 
 def _opener(task: Task, x: NDArray[Any]) -> Callable[[Samples], tuple[Tensor, Tensor]]:

@@ -18,7 +18,8 @@ from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import Purpose, mix, uniform
 from esper.leyline.storage import decoding, read_json, write_json
 from esper.simic.proof.evaluator import Evaluator
-from esper.simic.proof.plans import Plan, Watch, played, search
+from esper.simic.proof.identify import Identification, Watching, identify
+from esper.simic.proof.plans import Plan, Search, Survey, Watch, played, search
 from esper.simic.proof.sweep import conditions, observe_early
 from esper.simic.proof.value_of_information import Rule
 from esper.simic.workers import Workers, silent
@@ -26,7 +27,7 @@ from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
 from esper.tolaria import Episodes, Family, Scenarios, utility
 
 LEVELS = ("best fixed", "best per visible condition", "oracle")  # plans, by what they know
-PLANS = "plans"
+PLANS, IDENTIFY = "plans", "identify, then plan"
 T = TypeVar("T")
 SHARE = 3  # one candidate in so many goes on to the next rung
 
@@ -45,6 +46,7 @@ class Tuned:
     rule: Rule = field(default_factory=lambda: Rule((None, None, None), ()))
     choices: list[Plan] = field(default_factory=list)  # that the rule counts
     preview_steps: int = 30  # of the previews that the rule looks at
+    identification: Identification | None = None
 
     def save(self, path: Path) -> None:
         write_json(path, "set of controls", to_dict(self))
@@ -55,6 +57,7 @@ class Tuned:
             content = read_json(path, "set of controls")
             with decoding(path, "set of controls"):
                 plain = {name: value for name, value in content.items() if name not in ("kind", "schema")}
+                plain.setdefault("identification", None)  # controls that were tuned before there was one
                 return from_dict(cls, plain, str(path))
         except EsperError as error:
             raise EsperError(f"cannot read tuned controls: {error}; remove the file to tune again") from error
@@ -99,17 +102,17 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
     tuned = known if known and known.family_digest == digest else Tuned(evaluator.family.name, digest, {})
     workers = workers or Workers()
     seen, calls = watch if workers.here else silent, dict[str, Callable[[], Any]]()
-    if tuned.episodes.get(LEVELS[0], 0) < episodes:  # takes longest
-        calls[PLANS] = functools.partial(search, evaluator, episodes, rows, preview_steps, seen)
+    if min(tuned.episodes.get(name, 0) for name in (LEVELS[0], IDENTIFY)) < episodes:  # takes longest
+        calls[PLANS] = functools.partial(_search, evaluator, episodes, rows, preview_steps, seen)
     for name in (name for name in TRIGGERS if tuned.episodes.get(name, 0) < episodes):
         best = (tuned.triggers[name], tuned.episodes[name]) if name in tuned.triggers else None
         calls[name] = functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen, best)
     parts = ((each.name, each.value) for each in workers.run(calls))
     for number, (name, done) in enumerate(parts, 1):
         if name == PLANS:
-            found = done._asdict()
-            used = dict.fromkeys((*LEVELS, "best rule"), found.pop("episodes"))
-            tuned = replace(tuned, preview_steps=preview_steps, **found)
+            found, told = done[0]._asdict(), done[1]
+            used = dict.fromkeys((*LEVELS, "best rule"), found.pop("episodes")) | {IDENTIFY: told.episodes}
+            tuned = replace(tuned, preview_steps=preview_steps, identification=told, **found)
         else:
             triggers = _ordered(tuned.triggers | {name: done[0]})
             tuned, used = replace(tuned, triggers=triggers), {name: done[1]}
@@ -122,7 +125,16 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
 
 def _ordered(table: dict[str, T]) -> dict[str, T]:
     """By control, whichever was tuned first: the file is then the same."""
-    return {name: table[name] for name in (*LEVELS, "best rule", *TRIGGERS) if name in table}
+    return {name: table[name] for name in (*LEVELS, "best rule", IDENTIFY, *TRIGGERS) if name in table}
+
+
+def _search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int,
+            watch: Watch) -> tuple[Search, Identification]:
+    """The best plans, and an identification that chooses among them."""
+    found = search(evaluator, episodes, rows, preview_steps, watch)
+    nothing = Plan((None,) * len(found.fixed.seeds))
+    plans = [nothing, found.fixed, *found.visible, *itertools.chain(*found.oracle)]
+    return found, identify(Survey(evaluator, rows, watch), episodes, found.fixed, plans, watch)
 
 
 def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
@@ -172,6 +184,13 @@ def play_rule(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) -> Episo
     chosen = tuned.rule.decide(early.features.double().numpy(), told)
     done = play_plans(evaluator, [tuned.choices[c] for c in chosen], scenarios)
     return replace(done, spent=done.spent + early.spent)
+
+
+def play_identified(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) -> Episodes:
+    found = tuned.identification
+    if found is None:
+        raise EsperError("these controls have no identification; tune them again")
+    return evaluator.play(Watching(found.first, found.watched, found=found), scenarios)
 
 
 def shuffled(learned: Episodes, family: Family, scenarios: Scenarios, settled: int, seed: int = 0) -> Planned:

@@ -15,12 +15,12 @@ from esper.leyline import EsperError
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
 FEWEST = 32  # scenarios; below, an interval means little
-MARGIN = 0.01  # of score, within which one arm matches another
 CONTROLLERS = 3  # trained independently, that a finding needs
 BEATEN = ("no growth", "random", "periodic", "converged", "gap", "heuristic", "best fixed",
           "best per visible condition", "shuffled")
 """Controls that a controller must beat, each with its whole interval above zero."""
-MATCHED = ("best rule",)  # controls that it must at least match
+MATCHED = {"best rule": 0.01, "identify, then plan": 0.003}
+"""Controls that it must at least match -> by how much of the score it may stay behind."""
 BETWEEN = ("best per visible condition", "oracle")  # it must be half of the way from the first to the second
 REPORTED = ("from scratch, equal epochs", "from scratch, equal FLOPs", "wider host", "oracle")
 """Reported whichever way they fall."""
@@ -123,7 +123,8 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
     required = 0 if isinstance(spare, str) else max(FEWEST, needed(float(spare.std(ddof=1)), effect))
     low, high = interval(differences)
     figures = (n, float(differences.mean()), low, high, improvement(differences, np.zeros(n)), required)
-    passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -MARGIN, high <= -MARGIN),
+    margin = MATCHED.get(control, 0.0)
+    passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -margin, high <= -margin),
                     "half": (low >= 0, high < 0), "reported": (True, False)}[asked]
     verdict, reason = "refused", ""
     if asked == "reported":

@@ -136,7 +136,8 @@ class EvaluationSet:
             "no growth": lambda: evaluator.play(Wait(), drawn),
             "random": lambda: evaluator.play(Random(), drawn),
             "heuristic": lambda: evaluator.play(Heuristic(), drawn, previews=True),
-            "best rule": lambda: baselines.play_rule(evaluator, tuned, drawn)}
+            "best rule": lambda: baselines.play_rule(evaluator, tuned, drawn),
+            baselines.IDENTIFY: lambda: baselines.play_identified(evaluator, tuned, drawn)}
         for name, config in tuned.triggers.items():
             plays[name] = functools.partial(evaluator.play, Triggered(config), drawn)
         for name in LEVELS:
