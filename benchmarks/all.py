@@ -60,6 +60,7 @@ FIGURES = {
     "pages": Figure("python -m experiments.tables --check", minutes=0.1),
     "same numbers": Figure("python -m experiments.same_numbers mlp mnist1d fashion --training", minutes=3, needs="fashion"),
     **{f"{name}, {device}": _speed(name, device, 4) for name in ("population", "env", "rl") for device in ("cpu", "cuda")},
+    "vector": _speed("vector", "cpu", 3),
     "store": Figure("python benchmarks/store.py --out {out}", ("store.json",), {"held": 0.0, "bytes*": 0.05}, 1, kept=BENCH),
     "sweep-mlp": _sweep("mlp", 16, 3),
     "sweep-mnist1d": _sweep("mnist1d", 12, 25),

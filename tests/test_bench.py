@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import all as figures, env, population, rl
+from benchmarks import all as figures, env, population, rl, vector
 from benchmarks.population import PopulationBench, random_topology
 
 from common import Bench, Loop, asked, main
@@ -24,10 +24,13 @@ TINY = {
     "population": "--host mlp --rows 4 --batch 5 --steps 2 --rounds 2 --warm-up 1",
     "env": "--host mlp --rows 3 --samples 200 --rounds 1",
     "rl": "--rows 4 --steps 6 --episode 4 --minibatches 2 --hidden 8 --updates 1",
+    "vector": "--rows 2 --steps 2 --rounds 1",
 }
-BENCHES = {"population": (population, PopulationBench), "env": (env, env.EnvBench), "rl": (rl, rl.RLBench)}
+BENCHES = {"population": (population, PopulationBench), "env": (env, env.EnvBench), "rl": (rl, rl.RLBench),
+           "vector": (vector, vector.VectorBench)}
 EXPECTED = {"population": ("structural_seconds", "rounds_samples_per_second"),
-            "env": ("tight_ratio", "counterfactuals", "peak_memory_bytes"), "rl": ("reference", "parameters")}
+            "env": ("tight_ratio", "counterfactuals", "peak_memory_bytes"), "rl": ("reference", "parameters"),
+            "vector": ("same_step_ratio", "cpu_ratio", "twin_seconds_per_scenario")}
 
 
 def told(name: str) -> str:
@@ -105,6 +108,7 @@ def test_every_committed_result_can_be_measured_again(name: str, monkeypatch: py
     ("rl", "--episode -1", "--episode"),
     ("rl", "--rows 7", "--rows 7 cannot be cut into 4 equal minibatches"),
     ("rl", "--hidden 0", "--hidden"),
+    ("vector", "--rows 0", "--rows"),
 ])
 def test_bad_options_exit_with_2_and_one_sentence(name: str, words: str, message: str,
                                                   monkeypatch: pytest.MonkeyPatch,

@@ -93,6 +93,12 @@ class Ledger:
         self.before: Terms = {}
         self.closed = torch.zeros(rows, dtype=torch.bool)
 
+    def reset(self, rows: Tensor) -> None:
+        """New episodes begin in these rows."""
+        for term in self.before.values():
+            term[rows] = 0
+        self.closed[rows] = False
+
     def pay(self, now: RewardInputs) -> Terms:
         """Terms [N] of this epoch's reward; their sum is the reward."""
         terms, zero = self.level(now), torch.zeros(self.rows)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from esper.leyline import EsperError, Observation, View
 from esper.simic.buffer import Step, TamiyoRolloutBuffer
@@ -74,6 +74,14 @@ class Collector:
         return self.agent.controller.value(ahead.seen, emptied(self.hidden, ahead.reset), ahead.privileged)
 
 
+class Paid(NamedTuple):
+    """What an epoch was paid for, [N] each."""
+
+    inputs: RewardInputs
+    terms: Terms
+    reward: Tensor  # their sum
+
+
 @dataclass(frozen=True)
 class Round:
     """What came of one round: episodes, and what each of their epochs was paid for, [T, N]."""
@@ -102,23 +110,38 @@ class RewardWorld:
     def play(self, policy: PolicyBundle, scenarios: Scenarios,
              paid: Callable[[Tensor, Tensor], object] = lambda reward, done: None) -> Round:
         """Episodes of a policy, paid for; `paid` is told (reward, done) [N] of every epoch."""
-        self.ledger, self.twin = Ledger(self.reward, self.env.rows), self.twins(scenarios)
-        self.total = torch.zeros(self.env.rows)
-        self.inputs: list[RewardInputs] = []
-        terms: list[Terms] = []
-        rewards: list[Tensor] = []
+        self.open(scenarios)
+        booked: list[Paid] = []
 
         def pay(measured: Measurement) -> None:
-            twin = Scores(*self._twin_at(measured.clock).unbind(1))
-            self.inputs.append(RewardInputs.of(measured, self.env.scenarios, twin, self.score))
-            terms.append(self.ledger.pay(self.inputs[-1]))
-            rewards.append(torch.stack(list(terms[-1].values())).sum(0))
-            self.total = self.total + rewards[-1]
-            paid(rewards[-1], measured.done)
+            booked.append(self.pay(measured))
+            paid(booked[-1].reward, measured.done)
 
         episodes = play(self.env, policy, scenarios, watch=pay)
-        stacked = {name: torch.stack([each[name] for each in terms]) for name in terms[0]}
-        return Round(episodes, stacked, torch.stack(rewards), self.total, self.inputs)
+        terms = {name: torch.stack([one.terms[name] for one in booked]) for name in booked[0].terms}
+        rewards = torch.stack([one.reward for one in booked])
+        return Round(episodes, terms, rewards, self.total, [one.inputs for one in booked])
+
+    def open(self, scenarios: Scenarios, rows: Tensor | None = None) -> None:
+        """The books of new episodes in these rows (None is all of them)."""
+        twin = self.twins(scenarios)
+        if rows is None:
+            self.ledger, self.twin = Ledger(self.reward, self.env.rows), twin
+            self.total = torch.zeros(self.env.rows)
+            return
+        longer = max(0, twin.shape[1] - self.twin.shape[1])
+        self.twin = nn.functional.pad(self.twin, (0, 0, 0, longer), value=torch.nan)
+        self.twin[rows, : twin.shape[1]], self.total[rows] = twin, 0
+        self.ledger.reset(rows)
+
+    def pay(self, measured: Measurement) -> Paid:
+        """For one epoch of all rows."""
+        twin = Scores(*self._twin_at(measured.clock).unbind(1))
+        inputs = RewardInputs.of(measured, self.env.scenarios, twin, self.score)
+        terms = self.ledger.pay(inputs)
+        reward = torch.stack(list(terms.values())).sum(0)
+        self.total = self.total + reward
+        return Paid(inputs, terms, reward)
 
     def collect(self, agent: PPOAgent, scenarios: Scenarios, buffer: TamiyoRolloutBuffer,
                 seed: tuple[int, ...], privileged: bool = True) -> Round:
