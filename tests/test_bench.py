@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import env, population, rl, vector
+from benchmarks import all as figures, env, population, rl, vector
 from benchmarks.population import PopulationBench, random_topology
 
 from common import Bench, Loop, asked, main
@@ -213,3 +213,36 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         command = [sys.executable, "-c", code, how]
         faults[how] = int(subprocess.run(command, capture_output=True, text=True, check=True, env=hand_back).stdout)
     assert faults["keep"] < faults["plain"] / 10, faults
+
+
+def test_every_published_figure_can_be_listed_and_names_scripts_and_files_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures.main(["--list"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(figures.FIGURES) > 20
+    for name, figure in figures.FIGURES.items():
+        words = figure.command.split()
+        script = words[1] if words[1].endswith(".py") else f"{words[2].replace('.', '/')}.py" if words[0] == "python" else ""
+        assert (SCRIPTS.parent / script).exists(), name
+        for pattern in figure.files:
+            found = list(figure.kept.glob(pattern))
+            assert found, f"{name}: no {pattern} is committed"
+            keys = {key for path in found for key, _ in figures.leaves(json.loads(path.read_text()))}
+            assert any(figures.fnmatch.filter(keys, near) for near in figure.near), f"{name} compares nothing"
+    measured = {path.name for figure in figures.FIGURES.values() for pattern in figure.files for path in figure.kept.glob(pattern)}
+    assert {path.name for path in figures.BENCH.glob("*.json")} <= measured, "each of these is measured again"
+    assert figures.main(["--only", "nonsense"]) == 2
+
+
+def test_a_figure_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, out = tmp_path / "kept", tmp_path / "out"
+    kept.mkdir()
+    code = "import json, sys; json.dump(dict(a=dict(speed=1.2, same=True), other=7), open(sys.argv[1] + '/x.json', 'w'))"
+    for speed, same, exit_code, said in ((1.1, True, 0, "x: as committed"), (0.5, True, 1, "a.speed: committed 0.5, now 1.2"),
+                                         (1.1, False, 1, "a.same: committed False, now True")):
+        (kept / "x.json").write_text(json.dumps({"a": {"speed": speed, "same": same}, "other": 3}))
+        table = {"x": figures.Figure(f'python -c "{code}" {{out}}', ("x.json",), {"a.speed": 0.2, "*.same": 0.0}, kept=kept),
+                 "y": figures.Figure("python -c 1", needs="nothing_like_it")}
+        monkeypatch.setattr(figures, "FIGURES", table)
+        assert figures.main(["--only", "x", "y", "--out", str(out)]) == exit_code
+        told = capsys.readouterr().out
+        assert said in told
+        assert "y: left out, nothing_like_it is not installed" in told

@@ -3,12 +3,10 @@
 import dataclasses
 import functools
 import itertools
-import os
+import json
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -18,15 +16,14 @@ from experiments.controls_table import Row, differences, table
 from esper.cli.prove import _decides
 from esper.leyline import ActionSpec, EsperError, SeedStage
 from esper.leyline.codec import to_dict
-from esper.simic.proof import processes
 from esper.simic.proof.baselines import Tuned, births, family_digest, halving, shuffled, tune
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.identify import Identification
 from esper.simic.proof.plans import Plan
-from esper.simic.proof.processes import in_processes
 from esper.simic.proof.proving import Contestant, ProofConfig, prove
 from esper.simic.proof.sweep import conditions
 from esper.simic.proof.value_of_information import Rule, Split
+from esper.simic.workers import Processes, Workers
 from esper.tamiyo import Controller, Planned, Random, TriggerConfig, Triggered, Wait
 from esper.tolaria import Decision, EnvConfig, Episodes, MorphogeneticEnv, PreviewConfig, batches
 from tests.workshop import toy_data, toy_family
@@ -246,41 +243,21 @@ def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
     assert pairs == {(0.0, 10): 0, (0.0, 12): 1, (price, 10): 2, (price, 12): 3}
 
 
-class Kept(ProcessPoolExecutor):
-    """Its workers stay when a call is over."""
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple, Kept]]:
-    """Equal pools are one: to start a worker takes longer than all that it does here."""
-    made: dict[tuple, Kept] = {}
-
-    def pool(*given: Any) -> Kept:
-        return made[given] if given in made else made.setdefault(given, Kept(*given))
-
-    monkeypatch.setattr(processes, "ProcessPoolExecutor", pool)
-    yield made
-    for each in made.values():
-        each.shutdown()
-
-
-def test_several_processes_find_the_same(pools: dict[tuple, Kept]) -> None:
+def test_several_processes_find_the_same() -> None:
     """Controls as they are tuned, and a rehearsal of a chance policy and a controller that knows nothing."""
     family = dataclasses.replace(orchard.FAMILY, kinds=FAMILY.kinds[:1], horizons=(8,), prices=(0.0,))
     known = Tuned(family.name, family_digest(family), {"periodic": 8, "converged": 8}, dict(list(TUNED.triggers.items())[:2]))
-    one, two = (tune(Evaluator(family, make=orchard.Orchard), 8, 256, 0, jobs=jobs, known=known) for jobs in (1, 2))
-    assert to_dict(one) == to_dict(two)
+    wheres = Workers(), Processes(2)
+    one, two = (tune(Evaluator(family, make=orchard.Orchard), 8, 256, 0, workers=each, known=known) for each in wheres)
+    assert json.dumps(to_dict(one)) == json.dumps(to_dict(two)), "in the same order"
     controller = Controller.fresh(EnvConfig(family).spec)
     contestants = [Contestant("a", functools.partial(_random, 1), 8),
                    Contestant("b", functools.partial(_decides, controller, "cpu"), 8)]
     config = ProofConfig(scenarios=8, pilot=2, rehearsal=True)
-    alone, together = (prove(EnvConfig(family), contestants, one, config, jobs=jobs, make=on_toy_data) for jobs in (1, 2))
-    assert str(alone) == str(together)
-    (pool,) = pools.values()
-    assert len(pool._processes) == 2
+    with wheres[1]:
+        alone, together = (prove(EnvConfig(family), contestants, one, config, workers=each, make=on_toy_data) for each in wheres)
+        assert str(alone) == str(together)
+        assert len({worker.name for worker in wheres[1].workers}) == 2
 
 
 def test_batches_hold_every_episode_once_and_short_ones_first() -> None:
@@ -293,9 +270,7 @@ def test_batches_hold_every_episode_once_and_short_ones_first() -> None:
 
 def test_a_process_that_fails_or_dies_is_a_sentence() -> None:
     with pytest.raises(EsperError, match="an action spec"):
-        list(in_processes(2, {"one": functools.partial(_fails, "an action spec"), "two": _sleeps}))
-    with pytest.raises(EsperError, match="one of 2 processes ended early"):
-        list(in_processes(2, {"one": functools.partial(os._exit, 1), "two": _sleeps}))
+        list(Processes(2).run({"one": functools.partial(_fails, "an action spec"), "two": _sleeps}))
 
 
 def _fails(message: str) -> None:

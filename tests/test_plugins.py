@@ -49,7 +49,7 @@ assert Host("trellis", classes=2).module()[0].in_features == 2
 import esper
 from functools import partial
 from esper.cli.prove import load_candidates
-from esper.simic.proof.processes import in_processes
+from esper.simic.workers import Processes
 
 def asked():
     return esper.find_family("allotment").host.kind
@@ -59,7 +59,8 @@ if __name__ == "__main__":
     grown = esper.play(env, esper.Random(), env.family.scenarios(2))
     assert type(env.population.objective).__name__ == "Squared" and "cutting" in env.spec.blueprints
     (court,) = load_candidates("grafter", "cpu")
-    told = dict(in_processes(1, {"family": asked, "arm": partial(court.make, env.spec)}))
+    with Processes(1) as workers:
+        told = {done.name: done.value for done in workers.run({"family": asked, "arm": partial(court.make, env.spec)})}
     assert (told["family"], type(told["arm"]).__name__) == ("trellis", "Grafter"), "a worker that imported nothing else"
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -4,6 +4,12 @@ import ctypes
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esper.leyline import EsperError
+
+if TYPE_CHECKING:
+    from esper.simic.workers import Workers
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
 _WATCHED = 0.1  # seconds for which the load of the machine is watched
@@ -33,6 +39,25 @@ def choose_threads() -> str:
     torch.set_num_threads(threads)
     return (f"using {threads} of {most} threads, since other processes use the rest; "
             "OMP_NUM_THREADS overrides this")
+
+
+def open_workers(options: Any, threads: int) -> "Workers":
+    """What --workers, --ray, --gpus and --time-limit ask for; each worker has so many threads (0 is 1)."""
+    import torch
+
+    from esper.simic.on_ray import RayWorkers
+    from esper.simic.workers import Processes, Workers
+
+    if min(options.workers, threads) < 0 or (options.ray and not options.workers):
+        raise EsperError("--workers and --threads must be at least 0, and --ray needs --workers")
+    if not options.workers:
+        if threads:
+            torch.set_num_threads(threads)
+        return Workers()
+    if options.ray:
+        address = "" if options.ray == "local" else options.ray
+        return RayWorkers(options.workers, max(threads, 1), options.time_limit, address, bool(options.gpus))
+    return Processes(options.workers, max(threads, 1), options.time_limit, options.gpus)
 
 
 def _ticks() -> tuple[int, int]:

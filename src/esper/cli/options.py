@@ -1,7 +1,7 @@
 """What each command can be told; who uses values checks them. Imports are light: help comes at once, and
 shows the comment behind each option, or what its type says."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +14,29 @@ Count = Annotated[int | None, arg(metavar="N")]
 Device = Annotated[str, arg(metavar="cpu|cuda", help="cpu, or cuda.")]
 Plugins = Annotated[tuple[Path, ...], arg(
     metavar="FILE.py ...", help="Python files to run first: what they register is known by its name.")]
+Limit = Annotated[float, arg(
+    metavar="S", help="Seconds after which a worker that does not answer is replaced; 0 is never.")]
+Threads = Annotated[int, arg(
+    metavar="N", help="Of each worker, or with none of this process; 0 is 1, or all to spare here.")]
 Commit = Annotated[str, arg(
     metavar="HASH", help="Noted in the result; by default that of the working directory.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Where a command computes."""
+
+    workers: Annotated[int, arg(metavar="N", aliases=("--jobs",))] = 0
+    """Worker processes; 0 computes in this one. Numbers do not depend on it."""
+    ray: Annotated[str, arg(metavar="ADDRESS")] = ""
+    """Workers run on Ray: local starts it here, auto joins this machine's cluster, HOST:PORT another."""
+    gpus: Annotated[tuple[str, ...], arg(metavar="GPU ...")] = ()
+    """Numbers of the devices that workers take, one each, in turn; on Ray any says one for each worker."""
+    time_limit: Limit = 0.0
+
+
 @dataclass(frozen=True)
-class Train:
+class Train(Spread):
     """Train a controller on a family of scenarios.
 
     Example: esper train --family mlp --preset quick --out runs/first"""
@@ -33,6 +50,9 @@ class Train:
     rounds: Count = None  # The budget: rounds of one episode per row; over preset and file.
     rows: Count = None  # Episodes that run together; over preset and file.
     seed: Count = None  # Over preset and file.
+    shards: Count = None
+    """Parts of a round, each played by one worker at a time; over preset and file. Numbers depend on it."""
+    time_limit: Limit = field(default=3600.0, kw_only=True)
     reward: Name = ""  # utility (default), terminal, contribution, shaped, or a plugin's; over the file.
     device: Annotated[str, arg(metavar="cpu|cuda")] = ""  # cpu, or cuda; over preset and file.
     plugin: Plugins = ()
@@ -43,7 +63,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Prove:
+class Prove(Spread):
     """Put trained controllers before the court: tune, play all arms, judge, report.
 
     Exit code 0: the claims hold, or it was a rehearsal. 1: they do not.
@@ -61,7 +81,7 @@ class Prove:
     episodes: int = 0
     """That each control is tuned with; at least, and by default, as many as a controller was trained with."""
     rows: int = 512  # Episodes of tuning that run together.
-    jobs: int = 1  # Processes that tune or play arms at the same time; several keep a large device busier.
+    threads: Threads = 0
     rehearsal: bool = False
     """Play on validation scenarios and samples and leave the test split closed: proves nothing, tells how it
     would go."""
@@ -76,7 +96,7 @@ class Prove:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Spread):
     """Play scripted decisions: what is each level of knowledge worth?
 
     Example: esper sweep --family mlp --inits 8"""
@@ -85,6 +105,7 @@ class Sweep:
     inits: int = 8  # Random inits of every kind and horizon; at least 4.
     rows: int = 512  # Hosts that train at once.
     previews: int = 30  # Shadow steps of each candidate preview; 0 takes none.
+    threads: Threads = 0
     heads: bool = False  # Also measure the effect of every action head.
     device: Device = "cpu"
     plugin: Plugins = ()

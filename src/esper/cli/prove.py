@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from esper.cli.machine import open_workers
 from esper.cli.options import Prove
 from esper.cli.runs import STORE, load_controller, load_run, make_folder, points, remove_left, use_plugins
 from esper.karn import write_report
@@ -28,6 +29,7 @@ from esper.simic.proof.baselines import Tuned, tune
 from esper.simic.proof.claims import CONTROLLERS
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.proving import POOLED, SHARED, Contestant, Proof, ProofConfig, prove
+from esper.simic.workers import Workers
 from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle, named_policies
 from esper.tamiyo.minds import Member, read_mind, shipped
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
@@ -38,8 +40,8 @@ def _check(options: Prove) -> ProofConfig:
     """Whatever is wrong with the options is found before anything is computed."""
     if not options.minds:
         raise EsperError("name at least one run with --minds")
-    if options.rows < 1 or options.episodes < 0 or options.jobs < 1:
-        raise EsperError("--rows must be at least 1, --episodes at least 0, --jobs at least 1")
+    if options.rows < 1 or options.episodes < 0:
+        raise EsperError("--rows must be at least 1, --episodes at least 0")
     if not 1e-6 <= options.effect <= 1:  # nor if it is no number
         raise EsperError(f"--effect is {options.effect}; it must lie between 1e-06 and 1")
     if os.path.lexists(options.out / f"{options.name}.json"):
@@ -142,12 +144,13 @@ def run(options: Prove, console: Console) -> int:
     path, page, figures = (options.out / f"{options.name}.{kind}" for kind in ("db", "html", "json"))
     with locked(options.out):
         remove_left("proof", path)
-        with contextlib.closing(Store(path)) as store:  # early: a folder that cannot be written is found now
+        with (contextlib.closing(Store(path)) as store,  # early: a folder that cannot be written is found now
+              open_workers(options, options.threads) as workers):
             if not options.rehearsal:
                 _declare(options, env, candidates)
             say, most = _speaker(console), max(options.episodes, *(c.episodes for c in candidates), 1)
-            tuned = _tuned(options, env, most, say)
-            proof = prove(env, candidates, tuned, config, store, say, options.jobs)
+            tuned = _tuned(options, env, most, say, workers)
+            proof = prove(env, candidates, tuned, config, store, say, workers)
     console.print(_table(proof))
     facts = _facts(options, env.family.name, proof)
     console.print(f"{facts['verdict']}: {facts['reason']}")
@@ -201,10 +204,11 @@ def _speaker(console: Console) -> Callable[[str], object]:
     return say
 
 
-def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], object]) -> Tuned:
+def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], object],
+           workers: Workers) -> Tuned:
     """Controls tuned in this folder before, as far as they had enough episodes; the rest is tuned now."""
     path = options.out / "controls.json"
-    return tune(Evaluator(replace(env, previews=None)), episodes, options.rows, jobs=options.jobs,
+    return tune(Evaluator(replace(env, previews=None)), episodes, options.rows, workers=workers,
                 known=Tuned.load(path) if path.exists() else None, keep=lambda tuned: tuned.save(path),
                 watch=lambda what, done, total: say(f"tuning {what}: {done:,} of {total:,} episodes"))
 

@@ -23,8 +23,8 @@ from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.provenance import provenance
 from esper.leyline.storage import decoding, is_locked, read_bytes, read_json, read_state, write_json
-from esper.simic.proof.processes import PREPARATIONS
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
+from esper.simic.workers import PREPARATIONS
 from esper.tamiyo import Controller
 from esper.tolaria.tasks import task_digest
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from esper.cli.machine import open_workers
 from esper.cli.options import Sweep as Options
 from esper.cli.runs import make_folder, use_plugins
 from esper.leyline import EsperError
@@ -16,6 +17,7 @@ from esper.leyline.provenance import provenance
 from esper.leyline.storage import write_json, write_state
 from esper.simic.proof import value_of_information as voi
 from esper.simic.proof.sweep import Sweep, choices, head_choices, run_sweep
+from esper.simic.workers import Workers
 from esper.tolaria import EnvConfig, find_family
 
 
@@ -29,14 +31,16 @@ def run(config: Options, console: Console) -> None:
         raise EsperError(f"--record {config.record} lies in a folder that does not exist")
     env, started = EnvConfig(find_family(config.family), device=config.device), time.perf_counter()
     table = choices(env.family)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (open_workers(config, config.threads) as workers,
+          Progress(console=console, transient=True, disable=not console.is_terminal) as progress):
         bar = progress.add_task("episodes", total=None)
 
         def watch(done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total)
 
-        sweep = run_sweep(env, table, config.inits, config.rows, config.previews, config.record, watch)
-        effects = _heads(config, env, sweep, watch) if config.heads else {}
+        sweep = run_sweep(env, table, config.inits, config.rows, config.previews, config.record, watch,
+                          workers)
+        effects = _heads(config, env, sweep, watch, workers) if config.heads else {}
     outcomes, scenarios = sweep.outcomes(), len(sweep.init)
     levels, rule = voi.knowledge(outcomes), voi.decide(outcomes).rule.describe(sweep.feature_names)
     title = f"{config.family}: {scenarios} scenarios, {len(table)} choices, in points"
@@ -53,7 +57,8 @@ def run(config: Options, console: Console) -> None:
         console.print(f"Written: {config.out}/sweep-{env.family.name}.json")
 
 
-def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any) -> dict[str, voi.HeadEffect]:
+def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any,
+           workers: Workers) -> dict[str, voi.HeadEffect]:
     """For the seed that helps most on average: what every other head of it is worth, per kind and horizon."""
     singles = [i for i, name in enumerate(sweep.names)
                if name.rpartition("@")[2].isdigit() and ", then " not in name]
@@ -61,7 +66,7 @@ def _heads(config: Options, env: EnvConfig, sweep: Sweep, watch: Any) -> dict[st
     blueprint, slot = sweep.names[best].split(" @")
     effects = {}
     for head, scripts in head_choices(sweep.family, int(slot), blueprint).items():
-        runs = run_sweep(env, scripts, config.inits, config.rows, 0, watch=watch)
+        runs = run_sweep(env, scripts, config.inits, config.rows, 0, watch=watch, workers=workers)
         horizon = runs.scenarios.horizon
         group = runs.scenarios.kind * (horizon.max() + 1) + horizon
         score = runs.score.mean(2).double()

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.live import Live
 
+from esper.cli.machine import open_workers
 from esper.cli.options import Train
 from esper.cli.runs import (
     DESCRIPTION,
@@ -31,6 +32,7 @@ from esper.leyline.codec import from_dict, merged, override, to_dict
 from esper.leyline.storage import locked
 from esper.nissa import Store, verify
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
+from esper.simic.workers import Workers
 from esper.tamiyo import Heuristic, Learned, PolicyBundle
 from esper.tolaria import Family, find_family
 
@@ -54,7 +56,8 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
         PRESETS.get(preset, {}),
         {"env": {"family": to_dict(find_family(options.family)), "spec": False}} if options.family else {},
         {} if options.config is None else _toml(options.config),
-        {name: value for name in ("rounds", "rows", "seed") if (value := getattr(options, name)) is not None},
+        {name: value for name in ("rounds", "rows", "seed", "shards")
+         if (value := getattr(options, name)) is not None},
         {"reward": options.reward} if options.reward else {},
         {"env": {"device": options.device}} if options.device else {}]
     return override(stored or TrainConfig(), functools.reduce(merged, layers), "the config")
@@ -81,7 +84,8 @@ def run(options: Train, console: Console) -> None:
     if options.more < 0 or (options.more and not options.resume):
         raise EsperError("--more is a number of rounds for a run to --resume")
     with ExitStack() as stack:
-        training = _resumed(options, console, stack) if options.resume else _created(options, stack)
+        begin = _resumed if options.resume else _created
+        training = begin(options, console, stack)
         config = training.config
         training.sink = stack.enter_context(closing(Store(folder / STORE)))
         note_facts(training)
@@ -122,7 +126,14 @@ def _interruptible(console: Console) -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _created(options: Train, stack: ExitStack) -> Training:
+def _workers(options: Train, config: TrainConfig, stack: ExitStack) -> Workers:
+    if options.workers > config.shards:
+        raise EsperError(f"--workers {options.workers} is more than the {config.shards} shards of a round; "
+                         f"begin the run with --shards {options.workers}, or use fewer")
+    return stack.enter_context(open_workers(options, config.threads_of_a_shard if options.workers else 0))
+
+
+def _created(options: Train, console: Console, stack: ExitStack) -> Training:
     """A new run; its folder is described only when everything is there that it needs."""
     folder, config = options.out, resolve_config(options)
     if os.path.lexists(folder / DESCRIPTION):
@@ -130,7 +141,7 @@ def _created(options: Train, stack: ExitStack) -> Training:
                          "or choose another folder")
     make_folder(folder)
     stack.enter_context(locked(folder))
-    training = Training(config, folder)
+    training = Training(config, folder, workers=_workers(options, config, stack))
     write_description(folder, config)
     return training
 
@@ -147,7 +158,7 @@ def _resumed(options: Train, console: Console, stack: ExitStack) -> Training:
     stack.enter_context(locked(folder))
     _as_before(about["made with"], console)
     longer = replace(config, rounds=config.rounds + options.more)
-    training = Training(longer, folder)
+    training = Training(longer, folder, workers=_workers(options, longer, stack))
     if training.agent.updates:
         if not (folder / STORE).exists():
             raise EsperError(f"{folder / STORE} is missing, which holds {training.agent.updates} rounds; "

@@ -77,6 +77,11 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
         "ended": _real("when it was over, since 1970", "s", 0), "host_epochs": _int("trained"),
         "episodes": _int("ended"), "utility": _score("mean return"),
         "utility_error": _score("its standard error", low=0), **_columns(UPDATE_METRICS)},
+    "worker": {
+        **_ROUND, "shard": _key("of the round"), "worker": _text("who played it: host and process"),
+        "seconds": _real("that it took there", "s", 0), "host_epochs": _int("trained, without twins"),
+        "tries": _int("of workers; more than 1: others were lost with it", low=1),
+        "log": _text("what the worker printed, the end of it")},
     "head": {**_ROUND, "head": _text("of the action", key=True), **_columns(HEAD_METRICS)},
     "anomaly": {
         **_ROUND, "kind": _text("of trouble", key=True), "place": _text("head or metric", key=True),

@@ -3,8 +3,9 @@
 Legend: T steps, N rows, C chunks, L steps of a chunk, H hidden.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +154,29 @@ class TamiyoRolloutBuffer:
             self._hidden[at // self.spec.length] = torch.where(kept, step.hidden, 0)
         self._resets_inside = self._resets_inside or (at % self.spec.length > 0 and bool(step.reset.any()))
         self.filled, self._ready = at + 1, False
+
+    def steps(self) -> dict[str, Tensor]:
+        """Every step so far, [filled, N, ...] each, for `join` elsewhere; "hidden" is [chunks, N, 2, H]."""
+        chunks = -(-self.filled // self.spec.length)
+        return {**{name: self[name] for name in (*self._tails, "clock")}, "hidden": self._hidden[:chunks]}
+
+    @torch.no_grad()
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Hold the `steps` of several rollouts, side by side; rows whose part ended earlier wait."""
+        self.reset()
+        self.filled = max(len(part["valid"]) for part in parts)
+        places = pairwise(accumulate((part["valid"].shape[1] for part in parts), initial=0))
+        for part, (first, last) in zip(parts, places, strict=True):
+            count = len(part["valid"])
+            for name in (*self._tails, "clock"):
+                mine = self[name][:, first:last]
+                mine[:count] = part[name]
+                waits = mine.is_floating_point() or name in ("valid", "reset")
+                mine[count:] = 0 if waits else mine[count - 1].clone()  # a mask must leave a choice
+            self._hidden[: len(part["hidden"]), first:last] = part["hidden"]
+            self._hidden[len(part["hidden"]) :, first:last] = 0
+        inside = torch.arange(self.filled, device=self.device) % self.spec.length > 0
+        self._resets_inside = bool(self["reset"][inside].any())
 
     def _check(self, name: str, part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if part.shape != shape or part.dtype != dtype or part.device.type != self.device.type:

@@ -5,7 +5,7 @@ could be computed anywhere; what comes back is a `Round` and the rollout that it
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -42,13 +42,14 @@ class Collector:
     def __init__(self, agent: PPOAgent, rows: int, buffer: TamiyoRolloutBuffer) -> None:
         self.agent, self.buffer = agent, buffer
         self.hidden = agent.network.get_initial_hidden(rows)
+        self.counted: list[list[Tensor]] = []  # by step: what its observations added to the statistics
         self._open: tuple[PolicyInput, Observation, Acted, Tensor] | None = None
 
     def act(self, shown: PolicyInput) -> Tensor:
         """Actions [N, heads] for what is shown; rows that are not over count in the running statistics."""
         controller = self.agent.controller
         valid = torch.ones_like(shown.reset) if shown.valid is None else shown.valid
-        controller.normaliser.update(shown.seen, valid)
+        self.counted.append(controller.normaliser.update(shown.seen, valid))
         seen, acted = controller.act(shown, self.hidden, self.agent.explore)
         self._open = shown, seen, acted, valid
         return acted.actions
@@ -90,6 +91,8 @@ class Round:
     reward: Tensor
     returns: Tensor  # [N], summed epoch by epoch
     inputs: list[RewardInputs]  # [T]
+    counted: tuple[Tensor, ...] = ()
+    """[T, 3, C, columns] of each part of an observation: what every step added to the running statistics."""
 
 
 class RewardWorld:
@@ -154,7 +157,8 @@ class RewardWorld:
             done = done.to(agent.device)
             collector.add(Outcome(reward.to(agent.device), done, torch.zeros_like(done)))
 
-        return self.play(act, scenarios, paid)
+        played = self.play(act, scenarios, paid)
+        return replace(played, counted=tuple(map(torch.stack, zip(*collector.counted, strict=True))))
 
     def _twin_at(self, clock: Tensor) -> Tensor:
         """[N, scores] of the twins after so many epochs [N]."""

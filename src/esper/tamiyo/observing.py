@@ -4,6 +4,7 @@ Legend: N rows, S slots, K blueprints, D numbers of a descriptor.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,17 +142,26 @@ class Normaliser:
         self.parts = [_Columns.of(part, self.device) for part in vars(self.spec).values()]
         self.stats = [stat.to(device) for stat in self.stats]
 
-    def update(self, observation: Observation, rows: Tensor | None = None) -> None:
-        """Count the rows [...] (bool, None is all) of a raw observation; the others may hold anything."""
+    def update(self, observation: Observation, rows: Tensor | None = None) -> list[Tensor]:
+        """Count the rows [...] (bool, None is all) of a raw observation; the others may hold anything. What
+        was counted can be folded in elsewhere as well."""
         kept = Observation(*(values if rows is None else values[rows] for values in observation))
         if not bool(torch.stack([values.isfinite().all() for values in kept]).all()):
             self._refuse(kept)  # one number that is none would stay in the statistics for ever
-        for part, stat, values in zip(self.parts, self.stats, kept, strict=True):
+        counted = []
+        for part, values in zip(self.parts, kept, strict=True):
             flat = values.reshape(-1, values.shape[-1]).double()
             known, one_hot = part.known(flat), part.one_hot(flat)
             count = part.sums(known.double(), one_hot)
             mean = part.sums(flat * known, one_hot) / count.clamp(min=1)
-            square = part.sums(((flat - part.at(mean, one_hot)) * known) ** 2, one_hot)
+            counted.append(torch.stack([count, mean, part.sums(
+                ((flat - part.at(mean, one_hot)) * known) ** 2, one_hot)]))
+        self.fold(counted)
+        return counted
+
+    def fold(self, counted: Sequence[Tensor]) -> None:
+        """Add statistics [3, C, columns] of each part: count, mean and sum of squares."""
+        for stat, (count, mean, square) in zip(self.stats, counted, strict=True):
             total = (stat[0] + count).clamp(min=1)
             shift = mean - stat[1]
             stat[2] += square + shift**2 * stat[0] * count / total

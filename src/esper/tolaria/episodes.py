@@ -4,7 +4,7 @@ was worth.
 Legend: T epochs, N rows, S slots.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,12 +88,27 @@ class Episodes:
 
     def save(self, path: str | Path) -> None:
         """A file that `esper replay` plays again."""
+        header = {"env": to_dict(self.config), "moves": self.moves, **provenance(self.config.device)}
+        write_state(path, "trace", header, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every number under a flat name; with `config` and `moves`, all that there is."""
         groups = {"scenarios": self.scenarios.columns(), "measured": self.measured,
                   "delivered": vars(self.delivered)}
-        tensors = {name: getattr(self, name) for name in ("actions", "blueprint", "params", "flops", "spent")}
-        tensors |= {f"{group}.{name}": t for group, part in groups.items() for name, t in part.items()}
-        header = {"env": to_dict(self.config), "moves": self.moves, **provenance(self.config.device)}
-        write_state(path, "trace", header, tensors)
+        plain = {name: getattr(self, name) for name in ("actions", "blueprint", "params", "flops", "spent")}
+        return plain | {f"{group}.{name}": t for group, part in groups.items() for name, t in part.items()}
+
+    @classmethod
+    def of(cls, config: EnvConfig, tensors: Mapping[str, Tensor],
+           moves: Iterable[Sequence[Any]]) -> "Episodes":
+        """From what `tensors` gave."""
+        groups: dict[str, dict[str, Tensor]] = {"scenarios": {}, "measured": {}, "delivered": {}, "": {}}
+        for name, tensor in tensors.items():
+            group, _, rest = name.partition(".")
+            groups[group if rest else ""][rest or name] = tensor
+        drawn = Scenarios(**groups["scenarios"], kinds=config.family.kinds)
+        return cls(config, drawn, delivered=Scores(**groups["delivered"]), measured=groups["measured"],
+                   moves=tuple((m[0], m[1], m[2], m[3], m[4]) for m in moves), **groups[""])
 
     @classmethod
     def load(cls, path: str | Path) -> tuple["Episodes", dict[str, Any]]:
@@ -101,16 +116,9 @@ class Episodes:
         header, tensors = read_state(path, "trace")
         with decoding(path, "trace"):
             config = from_dict(EnvConfig, header["env"], f"{path}: env")
-            groups: dict[str, dict[str, Tensor]] = {"scenarios": {}, "measured": {}, "delivered": {}, "": {}}
-            for name, tensor in tensors.items():
-                group, _, rest = name.partition(".")
-                groups[group if rest else ""][rest or name] = tensor
-            if not len(tensors.get("actions", ())) or not groups["measured"]:
+            if not len(tensors.get("actions", ())) or not any(n.startswith("measured.") for n in tensors):
                 raise StateFormatError(f"{path} records no epoch: there is nothing to play again")
-            drawn = Scenarios(**groups["scenarios"], kinds=config.family.kinds)
-            moves = tuple(tuple(move) for move in header["moves"])
-            return cls(config, drawn, delivered=Scores(**groups["delivered"]), measured=groups["measured"],
-                       moves=moves, **groups[""]), header
+            return cls.of(config, tensors, header["moves"]), header
 
 
 def play(env: MorphogeneticEnv, policy: Policy, scenarios: Scenarios, *,
@@ -167,12 +175,12 @@ def replayed(episodes: Episodes, device: str = "",
     return env, different
 
 
-class Twins:
-    """What each scenario does without growth: same weights at birth, same data, same order. Computed once."""
+class TwinScores:
+    """What scenarios of a family do without growth, as far as it is known: same weights at birth, same data,
+    same order."""
 
-    def __init__(self, env: MorphogeneticEnv) -> None:
-        """`env` plays the twins; its rows are theirs alone."""
-        self.env = env
+    def __init__(self, family: Family) -> None:
+        self.family = family
         self.known: dict[tuple[int, int, int, float], Tensor] = {}  # scenario -> Scores [epochs, 3]
 
     @staticmethod
@@ -180,26 +188,23 @@ class Twins:
         columns = (scenarios.key, scenarios.kind, scenarios.horizon, scenarios.lr)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
+    def missing(self, scenarios: Scenarios) -> Tensor:
+        """Places of those that are not known, each scenario once."""
+        first = {name: row for row, name in reversed(list(enumerate(self._names(scenarios))))}
+        return torch.tensor([row for name, row in first.items() if name not in self.known], dtype=torch.int64)
+
     def __call__(self, scenarios: Scenarios) -> Tensor:
         """[N, epochs of the longest, 3]: the twins' Scores after each epoch, NaN behind the last."""
-        names = self._names(scenarios)
-        first = {name: row for row, name in reversed(list(enumerate(names)))}
-        fresh = [row for name, row in first.items() if name not in self.known]
-        missing = torch.tensor(fresh, dtype=torch.int64)
-        for part in missing.split(self.env.rows) if fresh else ():
-            self._compute(scenarios.take(_filled(part, self.env.rows)))
-        longest = max(len(self.known[name]) for name in names)
-        out = torch.full((len(names), longest, 3), torch.nan)
-        for row, name in enumerate(names):
-            out[row, : len(self.known[name])] = self.known[name]
+        found = [self.known[name] for name in self._names(scenarios)]
+        out = torch.full((len(found), max(map(len, found)), 3), torch.nan)
+        for row, scores in enumerate(found):
+            out[row, : len(scores)] = scores
         return out
 
-    def _compute(self, scenarios: Scenarios) -> None:
-        waiting = torch.tensor([self.env.spec.action(LifecycleOp.WAIT)]).repeat(self.env.rows, 1)
-        measured = play(self.env, lambda view: waiting, scenarios).measured
-        scores = torch.stack([measured[f"all_on.{name}"] for name in ("loss", "score", "smooth")], 2)
+    def put(self, scenarios: Scenarios, scores: Tensor) -> None:
+        """What was computed elsewhere, as a call of this gave it."""
         for row, name in enumerate(self._names(scenarios)):
-            self.known[name] = scores[: name[2], row].clone()
+            self.known[name] = scores[row, : name[2]].clone()
 
     def forget(self) -> None:
         """Scenarios that will not be met again."""
@@ -211,17 +216,38 @@ class Twins:
         padded = [torch.cat([t, torch.full((longest - len(t), 3), torch.nan)]) for t in self.known.values()]
         lr = torch.tensor([name[3] for name in self.known], dtype=torch.float64)
         scores = torch.stack(padded) if padded else torch.empty(0, 0, 3)
-        write_state(path, "twins", {"family": to_dict(self.env.family)},
+        write_state(path, "twins", {"family": to_dict(self.family)},
                     {"names": names, "lr": lr, "scores": scores})
 
     def load(self, path: str | Path) -> None:
         header, tensors = read_state(path, "twins")
         with decoding(path, "set of twins"):
-            if from_dict(Family, header["family"], f"{path}: family") != self.env.family:
+            if from_dict(Family, header["family"], f"{path}: family") != self.family:
                 raise StateFormatError(f"{path} holds twins of another family")
             rows = zip(tensors["names"].tolist(), tensors["lr"].tolist(), tensors["scores"], strict=True)
             self.known |= {(key, kind, horizon, rate): values[:horizon].clone()
                            for (key, kind, horizon), rate, values in rows}
+
+
+class Twins(TwinScores):
+    """Computes what is not known, once."""
+
+    def __init__(self, env: MorphogeneticEnv) -> None:
+        """`env` plays the twins; its rows are theirs alone."""
+        super().__init__(env.family)
+        self.env = env
+
+    def __call__(self, scenarios: Scenarios) -> Tensor:
+        missing = self.missing(scenarios)
+        for part in missing.split(self.env.rows) if len(missing) else ():
+            self._compute(scenarios.take(_filled(part, self.env.rows)))
+        return super().__call__(scenarios)
+
+    def _compute(self, scenarios: Scenarios) -> None:
+        waiting = torch.tensor([self.env.spec.action(LifecycleOp.WAIT)]).repeat(self.env.rows, 1)
+        measured = play(self.env, lambda view: waiting, scenarios).measured
+        scores = [measured[f"all_on.{name}"].T for name in ("loss", "score", "smooth")]
+        self.put(scenarios, torch.stack(scores, 2))
 
 
 def batches(horizon: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,14 +20,15 @@ from esper.leyline.storage import decoding, read_json, write_json
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.identify import Identification, Watching, identify
 from esper.simic.proof.plans import Plan, Search, Survey, Watch, played, search
-from esper.simic.proof.processes import in_processes, silent
 from esper.simic.proof.sweep import conditions, observe_early
 from esper.simic.proof.value_of_information import Rule
+from esper.simic.workers import Workers, silent
 from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
 from esper.tolaria import Episodes, Family, Scenarios, utility
 
 LEVELS = ("best fixed", "best per visible condition", "oracle")  # plans, by what they know
 PLANS, IDENTIFY = "plans", "identify, then plan"
+T = TypeVar("T")
 SHARE = 3  # one candidate in so many goes on to the next rung
 
 
@@ -92,31 +93,39 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: 
 
 
 def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = silent,
-         jobs: int = 1, known: Tuned | None = None, keep: Callable[[Tuned], object] = silent) -> Tuned:
+         workers: Workers | None = None, known: Tuned | None = None,
+         keep: Callable[[Tuned], object] = silent) -> Tuned:
     """Every control gets at least so many episodes; those `known` that had as many are kept, triggers that
-    had fewer are tuned with the rest, plans are searched again. With several jobs each part has a process of
-    its own. `keep` is given what is known after every part."""
+    had fewer are tuned with the rest, plans are searched again. Each part is a call for the workers; `keep`
+    is given what is known after each."""
     digest = family_digest(evaluator.family)
     tuned = known if known and known.family_digest == digest else Tuned(evaluator.family.name, digest, {})
-    seen, calls = watch if jobs == 1 else silent, dict[str, Callable[[], Any]]()
+    workers = workers or Workers()
+    seen, calls = watch if workers.here else silent, dict[str, Callable[[], Any]]()
     if min(tuned.episodes.get(name, 0) for name in (LEVELS[0], IDENTIFY)) < episodes:  # takes longest
         calls[PLANS] = functools.partial(_search, evaluator, episodes, rows, preview_steps, seen)
     for name in (name for name in TRIGGERS if tuned.episodes.get(name, 0) < episodes):
         best = (tuned.triggers[name], tuned.episodes[name]) if name in tuned.triggers else None
         calls[name] = functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen, best)
-    parts = in_processes(jobs, calls) if jobs > 1 else ((name, call()) for name, call in calls.items())
+    parts = ((each.name, each.value) for each in workers.run(calls))
     for number, (name, done) in enumerate(parts, 1):
         if name == PLANS:
             found, told = done[0]._asdict(), done[1]
             used = dict.fromkeys((*LEVELS, "best rule"), found.pop("episodes")) | {IDENTIFY: told.episodes}
             tuned = replace(tuned, preview_steps=preview_steps, identification=told, **found)
         else:
-            tuned, used = replace(tuned, triggers=tuned.triggers | {name: done[0]}), {name: done[1]}
-        tuned = replace(tuned, episodes=tuned.episodes | used)
+            triggers = _ordered(tuned.triggers | {name: done[0]})
+            tuned, used = replace(tuned, triggers=triggers), {name: done[1]}
+        tuned = replace(tuned, episodes=_ordered(tuned.episodes | used))
         keep(tuned)
-        if jobs > 1:
+        if not workers.here:
             watch("controls", number, len(calls))
     return tuned
+
+
+def _ordered(table: dict[str, T]) -> dict[str, T]:
+    """By control, whichever was tuned first: the file is then the same."""
+    return {name: table[name] for name in (*LEVELS, "best rule", IDENTIFY, *TRIGGERS) if name in table}
 
 
 def _search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int,

@@ -14,7 +14,7 @@ from esper.simic.proof import baselines, claims as court
 from esper.simic.proof.baselines import LEVELS, Tuned, play_plans
 from esper.simic.proof.claims import BEATEN, MEANS, Arm, Arms, Claim, interval, judge, pooled
 from esper.simic.proof.evaluator import Evaluator
-from esper.simic.proof.processes import in_processes, silent
+from esper.simic.workers import Workers, silent
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Decision, EnvConfig, Episodes, MakeEnv, MorphogeneticEnv, Scenarios, openings
 from esper.tolaria.tasks import ProofKey, open_test
@@ -54,17 +54,18 @@ class Proof:
 
 
 def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, config: ProofConfig | None = None,
-          sink: Sink | None = None, watch: Callable[[str], object] = silent, jobs: int = 1,
-          make: MakeEnv = MorphogeneticEnv) -> Proof:
+          sink: Sink | None = None, watch: Callable[[str], object] = silent,
+          workers: Workers | None = None, make: MakeEnv = MorphogeneticEnv) -> Proof:
     """Every arm is played in `env`, with the previews that the controllers were trained with, and recorded in
-    the sink. With several jobs, controllers and the arms that they share are played in processes of their
-    own; contestants must then be such that they can be sent there. `make` makes environments."""
+    the sink. Controllers and the arms that they share are played by workers, each at a time by one of them;
+    contestants must then be such that they can be sent there. `make` makes environments."""
     config, sink, family = config or ProofConfig(), sink or Nowhere(), env.family
+    workers = workers or Workers()
     if tuned.family_digest != baselines.family_digest(family):
         raise EsperError(f"these controls were tuned for {tuned.family!r} as it was then, "
                          f"not for {family.name!r} as it is; tune them again")
     pilot = EvaluationSet(env, None, tuned, family.scenarios(config.pilot, "validation", PILOT), make)
-    played = pilot.play_all(contestants, jobs, lambda what: watch(f"pilot: {what}"))
+    played = pilot.play_all(contestants, workers, lambda what: watch(f"pilot: {what}"))
     before = ProofResults(pilot.scenarios, played).arms
     if config.rehearsal:
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "validation", REHEARSAL))
@@ -78,7 +79,7 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
         held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios "
                                                f"from {first} on, effect {config.effect:g}"))
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "test", first), held=held)
-    results = ProofResults(chosen.scenarios, chosen.play_all(contestants, jobs, watch))
+    results = ProofResults(chosen.scenarios, chosen.play_all(contestants, workers, watch))
     results.record(sink)
     claims = judge(results.arms, before, config.effect)
     verdict = court.finding(claims)
@@ -106,17 +107,17 @@ class EvaluationSet:
     scenarios: Scenarios
     make: MakeEnv
 
-    def play_all(self, contestants: Sequence[Contestant], jobs: int,
+    def play_all(self, contestants: Sequence[Contestant], workers: Workers,
                  watch: Callable[[str], object]) -> dict[str, Played]:
         """What all share, and what every contestant has of its own."""
         parts: dict[str, Contestant | None] = {SHARED: None} | {each.name: each for each in contestants}
-        if jobs == 1:
-            return {who: self.play(each, watch) for who, each in parts.items()}
-        calls = {who: functools.partial(self.play, each, silent) for who, each in parts.items()}
+        told = watch if workers.here else silent
+        calls = {who: functools.partial(self.play, each, told) for who, each in parts.items()}
         played: dict[str, Played] = {}
-        for who, part in in_processes(jobs, calls):
-            played[who] = part
-            watch(f"{len(played)} of {len(parts)} parts")
+        for done in workers.run(calls):
+            played[done.name] = done.value
+            if not workers.here:
+                watch(f"{len(played)} of {len(parts)} parts")
         return {who: played[who] for who in parts}
 
     def play(self, mind: Contestant | None, watch: Callable[[str], object]) -> Played:

@@ -5,6 +5,7 @@ Legend: K scenarios, C choices, P prices. Training does not depend on prices: al
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,13 @@ from esper.leyline import ActionSpec, EsperError, LifecycleOp
 from esper.leyline.keys import Purpose, mix, uniform
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.value_of_information import NO_GROWTH, Outcomes
+from esper.simic.workers import Workers
 from esper.tamiyo import Scripted, Wait, entry
 from esper.tolaria import EnvConfig, Family, MorphogeneticEnv, Scenarios, batches, play, utility
 from esper.tolaria.previews import preview_candidates
 
 Script = list[tuple[int, ...]]
+EARLY = "the first epochs"
 DECIDE_AT = 2  # epochs that are watched before the first decision; previews are taken then
 
 
@@ -134,36 +137,64 @@ def grid(family: Family, inits: int, horizon: int, start: int = 0) -> tuple[Scen
 
 def run_sweep(config: EnvConfig, scripts: dict[str, Script], inits: int, rows: int = 512,
               preview_steps: int = 30, record: Path | None = None,
-              watch: Callable[[int, int], object] = lambda done, total: None) -> Sweep:
-    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `record` the first."""
+              watch: Callable[[int, int], object] = lambda done, total: None,
+              workers: Workers | None = None) -> Sweep:
+    """Play every script on `inits` inits of every kind and horizon, `rows` at a time; `record` the first. The
+    workers play one such batch at a time each."""
     if inits < 4:
         raise EsperError(f"a sweep of {inits} inits cannot be cross-fitted; use at least 4")
     family, names, parts, done, rollbacks = config.family, list(scripts), list[tuple[Any, ...]](), 0, 0
     total = len(set(family.horizons)) * inits * len(family.kinds) * len(scripts)
+    workers = workers or Workers()
+    _kept.clear()  # a task may have other data since
     for horizon in sorted(set(family.horizons)):
         scenarios, number = grid(family, inits, horizon)
-        early = observe_early(Evaluator(config), scenarios, preview_steps)
         jobs = torch.cartesian_prod(torch.arange(len(scenarios)), torch.arange(len(names)))
-        env = MorphogeneticEnv(replace(config, spec=full_spec(family)), min(rows, len(jobs)))
-        results = []
-        for part, padded in batches(scenarios.horizon[jobs[:, 0]], env.rows):
+        calls: dict[str, Callable[[], Any]] = {EARLY: partial(_early, config, scenarios, preview_steps)}
+        places, together = {}, min(rows, len(jobs))
+        for part, padded in batches(scenarios.horizon[jobs[:, 0]], together):
             scenario, choice = jobs[padded].unbind(1)
-            policy = Scripted([scripts[names[number]] for number in choice.tolist()])
-            episodes = play(env, policy, scenarios.take(scenario))
-            if record is not None and not done:
-                episodes.save(record)
-            ends = torch.stack([*halves(env), episodes.params.float(), episodes.spent], 1)
-            results.append(ends[: len(part)])
-            done += len(part)
+            places[f"batch {len(calls)}"] = part
+            calls[f"batch {len(calls)}"] = partial(
+                _play_batch, replace(config, spec=full_spec(family)), together, scenarios.take(scenario),
+                [scripts[names[number]] for number in choice.tolist()], record)
+            record = None
+        values = torch.empty(len(jobs), 4)
+        for each in workers.run(calls):
+            if each.name == EARLY:
+                early: Early = each.value
+                continue
+            part = places[each.name]
+            values[part], harmed = each.value[0][: len(part)], each.value[1]
+            done, rollbacks = done + len(part), rollbacks + harmed
             watch(done, total)
-        rollbacks += len(env.rollbacks)
-        values = torch.cat(results).view(len(scenarios), len(names), 4)
-        parts.append((scenarios, number, values, early.features))
+        parts.append((scenarios, number, values.view(len(scenarios), len(names), 4), early.features))
     drawn, *columns = zip(*parts, strict=True)
     init, values, features = map(torch.cat, columns)
     score, params, spent = values[..., :2], values[..., 2], values[..., 3]
     return Sweep(family, names, Scenarios.joined(drawn), init, score, params, spent, features, early.names,
                  rollbacks)
+
+
+def _early(config: EnvConfig, scenarios: Scenarios, preview_steps: int) -> "Early":
+    return observe_early(Evaluator(config), scenarios, preview_steps)
+
+
+_kept: dict[str, MorphogeneticEnv] = {}  # the last environment of this process, for the next batch
+
+
+def _play_batch(config: EnvConfig, rows: int, scenarios: Scenarios, scripts: list[Script],
+                record: Path | None) -> tuple[Tensor, int]:
+    """([rows, 4] scores on both halves, parameters and compute of what was delivered; rollbacks)"""
+    if (key := f"{config} {rows}") not in _kept:
+        _kept.clear()
+        _kept[key] = MorphogeneticEnv(config, rows)
+    env = _kept[key]
+    before, episodes = len(env.rollbacks), play(env, Scripted(scripts), scenarios)
+    if record is not None:
+        episodes.save(record)
+    ends = torch.stack([*halves(env), episodes.params.float(), episodes.spent], 1)
+    return ends, len(env.rollbacks) - before
 
 
 def halves(env: MorphogeneticEnv) -> list[Tensor]:
