@@ -174,7 +174,7 @@ def test_a_plan_is_carried_out() -> None:
 
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"controller": {"7": "norm"}}, "a plan names slots"), ({"controller": {"1": "gold"}}, "a plan names slots"),
-    ({"controller": "tamiyo-huge"}, "no controller 'tamiyo-huge'; choose from heuristic"), ({"controller": 3}, "a controller is one of"),
+    ({"controller": "tamiyo-huge"}, "no controller 'tamiyo-huge'; choose from wait, random, heuristic, tamiyo-small"), ({"controller": 3}, "a controller is one of"),
     ({"controller": "tamiyo-small", "objective": None}, "a learned controller reads losses"), ({"objective": "fame"}, "no objective 'fame'"),
     ({"controller": "tamiyo-small", "loss": None, "data": None}, "a learned controller reads losses"),
     ({"previews": 2, "loss": None, "data": None}, "previews is a whole number"), ({"previews": -1}, "previews is a whole number"),

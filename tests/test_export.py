@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -131,7 +132,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         made[name] = folder, net, x, esper.export(net, folder, x[:2], ("safetensors", "torch")[: 1 + (name in PROGRAMS)])
         save_file({"x": x}, folder / "x")
         todo.append((str(folder), [("Speaker", (9, 8))] if name == "instance" else []))
-    subprocess.run([sys.executable, "-c", STRANGER, json.dumps(todo)], check=True, cwd=Path(__file__).parent.parent)
+    alike = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # bits depend on it
+    subprocess.run([sys.executable, "-c", STRANGER, json.dumps(todo)], check=True, cwd=Path(__file__).parent.parent, env=alike)
     return made
 
 

@@ -194,9 +194,9 @@ class Export:
     Example: esper export round.safetensors --row 3 --out network"""
 
     trace: Annotated[Path, Positional, arg(metavar="TRACE")]  # File that recorded episodes were written to.
-    row: Annotated[int, arg(metavar="N")] = 0  # Of the episode.
+    row: Annotated[int, arg(metavar="NUMBER")] = 0  # Of the episode.
     out: Folder = Path("network")  # Folder for weights.safetensors and model.py, model.pt2, model.onnx.
-    formats: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ("safetensors", "torch")
+    formats: Annotated[tuple[str, ...], arg(metavar="FORMAT ...")] = ("safetensors", "torch")
     """safetensors (with model.py), torch (by torch.export) and onnx."""
     plugin: Plugins = ()
 
