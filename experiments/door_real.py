@@ -97,7 +97,7 @@ def text(options: Any) -> Case:
         chosen = slice(int(first * count), min(int(last * count), int(first * count) + most))
         return pieces[0][chosen], pieces[1][chosen]
 
-    return Case(gpt, 128, range(129, 200), [f"think.{n}" for n in range(5)], ("mlp_small", "mlp_heavy", "norm"), "next-token", 10, 16, 2e-3, 8,
+    return Case(gpt, 128, range(132, 200, 4), [f"think.{n}" for n in range(5)], ("mlp_small", "mlp_heavy", "norm"), "next-token", 10, 16, 2e-3, 8,
                 part(0, 0.9, 400), part(0.9, 0.95, 100), lambda: part(0.95, 1, 400))
 
 
@@ -175,7 +175,7 @@ def run(case: Case, name: str, options: Any) -> dict[str, Any]:
     arms = {arm: [done(arm, seed, case.width, controller, case.epochs) for seed in seeds] for arm, controller in (
         ("static", None), ("heuristic", "heuristic"), ("tamiyo-small", "tamiyo-small"), ("random", "random"), ("best plan", everywhere[best]))}
     size = statistics.fmean(each["parameters"] for each in arms["heuristic"])
-    wide = next(w for w in case.widths if w % 4 == 0 and sum(p.numel() for p in case.build(w).parameters()) >= size)
+    wide = next(w for w in case.widths if sum(p.numel() for p in case.build(w).parameters()) >= size)
     arms["wider"] = [done("wider", seed, wide, None, case.epochs) for seed in seeds]
     dearest = max(statistics.fmean(each["spent"] for each in arms[arm]) for arm in ("heuristic", "tamiyo-small", "best plan"))
     arms["longer"] = [done("longer", seed, case.width, None, case.epochs * (1 + dearest)) for seed in seeds]
