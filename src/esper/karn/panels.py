@@ -39,12 +39,13 @@ STORE = "run.db"
 LATE = 5.0, 60.0  # a round is late after so many times its usual length, and at least so many seconds
 RENDERERS = ("text", "line", "bars", "table", "tiles", "network")
 _POINTS = ("gain low high best difference diff_low diff_high reward reward_gain reward_size reward_compute "
-           "reward_credit reward_potential contribution preview error value followed")
+           "reward_credit reward_potential contribution preview evidence error value followed")
 _CHANCES = ("chance", "chance_op", "chance_slot", "chance_blueprint")
 UNITS: Mapping[str, str] = {
     **dict.fromkeys(_POINTS.split(), "points"),
-    **dict.fromkeys(("score", "twin", "share", "entropy_share", *_CHANCES), "%"),
-    **dict.fromkeys(("age", "left"), "s"), "rate": "host-epochs/s", "entropy": "nats", "kl": "nats"}
+    **dict.fromkeys(("score", "twin", "share", "entropy_share", "extra_flops", *_CHANCES), "%"),
+    **dict.fromkeys(("age", "left", "seconds"), "s"), "rate": "host-epochs/s",
+    **dict.fromkeys(("entropy", "kl"), "nats")}
 """column -> unit, where it has one."""
 Rows = list[tuple[Any, ...]]
 
@@ -254,6 +255,33 @@ def _blueprints(run: Run, chosen: Mapping[str, Any]) -> Rows:
 
 
 _HOST = " FROM step WHERE round = :round AND row = :row "
+_LAST_EXAM = ("FROM exam WHERE policy = 'learned' AND round = "
+              "(SELECT max(round) FROM exam WHERE policy = 'learned')")
+_LIVES = """
+WITH born AS (SELECT row, slot, blueprint, epoch AS born, ifnull(lead(epoch) OVER (
+                  PARTITION BY row, slot ORDER BY epoch), 1e9) AS next
+              FROM step WHERE round = :round AND op = 'GERMINATE'),
+     moved AS (SELECT * FROM move WHERE round = :round),
+     told AS (SELECT * FROM step WHERE round = :round AND op IN ('FOSSILIZE', 'PRUNE')),
+     known AS (SELECT *, ifnull(contribution, preview) AS evidence FROM seed
+               WHERE round = :round AND ifnull(contribution, preview) IS NOT NULL),
+     life AS (SELECT born.*, (SELECT max(epoch) FROM told WHERE told.row = born.row
+                  AND told.slot = born.slot AND epoch > born AND epoch < next) AS decided,
+                  (SELECT min(epoch) FROM moved WHERE moved.row = born.row AND moved.slot = born.slot
+                  AND target IN ('FOSSILIZED', 'PRUNED') AND epoch >= born AND epoch < next) AS ended
+              FROM born)
+SELECT life.row, life.slot, life.blueprint, born,
+    (SELECT min(epoch) FROM moved WHERE moved.row = life.row AND moved.slot = life.slot
+     AND target = 'BLENDING' AND epoch >= born AND epoch < next), decided, ended,
+    CASE (SELECT target FROM moved WHERE moved.row = life.row AND moved.slot = life.slot AND epoch = ended
+          AND target IN ('FOSSILIZED', 'PRUNED'))
+    WHEN 'FOSSILIZED' THEN 'kept' WHEN 'PRUNED' THEN 'pruned' ELSE 'unfinished' END,
+    100 * known.evidence, 100 * known.error, 100 * told.chance
+FROM life LEFT JOIN told ON told.row = life.row AND told.epoch = decided
+LEFT JOIN known ON known.row = life.row AND known.slot = life.slot
+    AND known.epoch = (SELECT max(epoch) FROM known AS last WHERE last.row = life.row
+    AND last.slot = life.slot AND epoch >= born AND epoch < min(next, ifnull(decided, 1e9)))
+ORDER BY life.row, life.slot, born"""
 _TERMS = ("reward", "reward_gain", "reward_size", "reward_compute", "reward_credit", "reward_potential")
 _UPDATE = ("entropy", "kl", "clip_fraction", "value_error", "explained_variance", "grad_norm",
            "learning_rate")
@@ -275,9 +303,20 @@ PANELS: Mapping[str, Panel] = {
         "ORDER BY gain DESC, arm, controller"),
     "incidents": Panel("overview", "What went wrong, and is it over?", "table", (
         "kind", "what", "opened", "closed", "rounds", "most", "least"), _incidents),
+    "cost": Panel(
+        "overview", "What did training cost, and what does a grown network cost? The latter in the last "
+        "examination: parameters of its seeds, and FLOPs beyond the bare host's.", "text",
+        ("rounds", "seconds", "host_epochs", "episodes", "grown_params", "extra_flops"),
+        "SELECT count(*), sum(seconds), sum(host_epochs), sum(episodes), (SELECT avg(params) " + _LAST_EXAM +
+        "), (SELECT 100 * avg(spent) " + _LAST_EXAM + ") FROM round HAVING count(*) > 0"),
     "hosts": Panel("population", "How does every host stand after this epoch?", "tiles", (
         "row", "epoch", "scenario", "op", "score", "twin", "gain", "rollbacks", "done", "stages",
         "blueprints", "alphas"), _hosts),
+    "lives": Panel(
+        "population", "Which seeds were born, and when and why was each kept or pruned? Evidence is what it "
+        "brought, or would have brought, when that was decided; the chance is that of the decision.", "table",
+        ("row", "slot", "blueprint", "born", "blended", "decided", "ended", "fate", "evidence", "error",
+         "chance"), _LIVES),
     "host": Panel(
         "host", "Does this host learn better than its twin?", "line",
         ("epoch", "score", "twin", "gain", "reward", "loss", "params"),
