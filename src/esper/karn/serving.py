@@ -1,0 +1,293 @@
+"""The page in a browser: a server of panels that reads stores, answers GET alone and reaches nothing else.
+
+    /              the page; /NAME its parts, `ASSETS`
+    /api/runs      every run: its name, its state, its facts
+    /api/panels    ?run=0&names=hosts,lives&round=7&epoch=3&row=2: what there is to choose, and the tables
+    /api/compare   the runs beside each other
+    /api/events    server-sent: a number that rises whenever a store was written
+
+Every request needs the token, from the address or from the cookie that the page sets, and a Host that is an
+IP address, localhost or the name that was asked for: a name that a stranger's DNS controls reads nothing.
+"""
+
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+from urllib.parse import parse_qs, urlsplit
+
+from esper.karn.comparing import compare
+from esper.karn.panels import PAGES, STORE, Run, open_run, store_of
+from esper.leyline import EsperError
+
+LOCAL = "127.0.0.1"
+PAUSE, BEAT = 0.5, 5.0  # seconds between two looks for news; and between two signs of life to a page
+_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+ASSETS = {"/": "index.html"} | {f"/{name}": name for name in (
+    "app.js", "draw.js", "pages.js", "style.css", "uplot.js", "uplot.css")}
+"""address -> file of the folder `web`."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin"}
+EXACT = 2**53  # beyond it a browser rounds whole numbers
+Query = Mapping[str, str]
+
+
+def stores_below(path: str | Path) -> list[Path]:
+    """The store of a run, or those of all runs below a folder."""
+    if (store := store_of(path)).exists():
+        return [store]
+    if found := sorted(Path(path).rglob(STORE)) if Path(path).is_dir() else []:
+        return found
+    raise EsperError(f"there is no run in {path}; begin one with esper train --out {path}")
+
+
+class Gallery:
+    """Stores that are looked at from many threads, one at a time. What breaks says so and is tried again."""
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self.paths = list(dict.fromkeys(store for path in paths for store in stores_below(path)))
+        self.lock, self.news, self.version, self.closed = threading.Lock(), threading.Condition(), 0, False
+        self._open: dict[int, tuple[int, Run]] = {}
+
+    def run(self, number: int) -> Run:
+        """Opened at its first use, and again where another file has taken its place."""
+        if not 0 <= number < len(self.paths):
+            raise EsperError(f"there is no run {number}; there are {len(self.paths)}, from 0")
+        try:
+            file = os.stat(self.paths[number]).st_ino
+        except OSError as error:
+            raise EsperError(f"the run store {self.paths[number]} is gone: {error.strerror}") from error
+        known = self._open.get(number)
+        if known is None or known[0] != file:
+            if known is not None:
+                known[1].connection.close()
+            self._open[number] = file, open_run(self.paths[number])
+        return self._open[number][1]
+
+    def watch(self) -> None:
+        """Until it is closed, tell those who wait when anything was written."""
+        while not self.closed:
+            if self._changed():
+                self._tell()
+            with self.news:
+                self.news.wait_for(lambda: self.closed, PAUSE)
+
+    def _changed(self) -> bool:
+        found = False
+        for number in range(len(self.paths)):
+            with self.lock:
+                try:
+                    before = self._open.get(number)
+                    run = self.run(number)
+                    found |= run.changed() or (before is not None and before[1] is not run)
+                except EsperError:
+                    continue
+        return found
+
+    def _tell(self) -> None:
+        with self.news:
+            self.version += 1
+            self.news.notify_all()
+
+    def events(self) -> Iterator[int]:
+        """The version, at once, whenever it rises and every few seconds."""
+        seen = None
+        while not self.closed:
+            with self.news:
+                self.news.wait_for(lambda: self.closed or self.version != seen, None if seen is None else BEAT)
+                seen = self.version
+            yield seen
+
+    def close(self) -> None:
+        with self.news:
+            self.closed = True
+            self.news.notify_all()
+        with self.lock:
+            for _, run in self._open.values():
+                run.connection.close()
+
+    def runs(self, query: Query) -> list[dict[str, Any]]:
+        found = []
+        for number, path in enumerate(self.paths):
+            about: dict[str, Any] = {"run": number, "name": path.parent.name, "path": str(path)}
+            try:
+                run = self.run(number)
+                facts = {name: fact for name, fact in run.facts().items() if name != "config"}
+                found.append(about | {"name": run.name, "facts": facts, "state": run.panel("state").json()})
+            except EsperError as error:
+                found.append(about | {"broken": str(error)})
+        return found
+
+    def panels(self, query: Query) -> dict[str, Any]:
+        """Those named, or those of a page."""
+        try:
+            chosen = {name: int(value) for name, value in query.items()
+                      if name not in ("names", "page", "token")}
+        except ValueError as error:
+            raise EsperError(f"a round, an epoch and a row are whole numbers: {error}") from error
+        run, names = self.run(chosen.pop("run", 0)), PAGES.get(query.get("page", ""), [])
+        names = query["names"].split(",") if "names" in query else names
+        return {"extent": asdict(run.extent(chosen.get("round"))),
+                "panels": {name: run.panel(name, **chosen).json() for name in names}}
+
+    def compare(self, query: Query) -> dict[str, Any]:
+        """Those that can be read."""
+        runs = [self.run(about["run"]) for about in self.runs(query) if "broken" not in about]
+        return compare(runs, query.get("policy", "learned")).json()
+
+
+API: Mapping[str, Callable[[Gallery, Query], Any]] = {
+    "/api/runs": Gallery.runs, "/api/panels": Gallery.panels, "/api/compare": Gallery.compare}
+"""address -> what answers it, in JSON."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET; anything else is refused by its base class."""
+
+    protocol_version, timeout = "HTTP/1.1", 60
+    server_version, sys_version = "esper", ""
+
+    def log_message(self, format: str, *about: object) -> None: ...  # addresses hold the token
+
+    @property
+    def page(self) -> "Dashboard":
+        return cast("Dashboard", self.server)
+
+    def do_GET(self) -> None:
+        place, query = urlsplit(self.path), dict[str, str]()
+        for name, values in parse_qs(place.query).items():
+            query[name] = values[-1]
+        try:
+            if not self.page.knows_host(self.headers.get("Host", "")):
+                self._answer("text/plain", b"this server is not asked by that name", HTTPStatus.FORBIDDEN)
+            elif not self._may(query):
+                self._answer("text/plain", b"use the address that esper dashboard printed, with its token",
+                             HTTPStatus.FORBIDDEN)
+            elif place.path == "/api/events":
+                self._events()
+            elif place.path in API:
+                self._json(place.path, query)
+            elif place.path in ASSETS:
+                name = ASSETS[place.path]
+                self._answer(_KINDS[Path(name).suffix], self.page.assets[name])
+            else:
+                self._answer("text/plain", b"there is nothing here", HTTPStatus.NOT_FOUND)
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+
+    def _may(self, query: Query) -> bool:
+        try:
+            morsel = SimpleCookie(self.headers.get("Cookie", "")).get(self.page.cookie)
+        except CookieError:
+            morsel = None
+        given = query.get("token", "" if morsel is None else morsel.value)
+        return hmac.compare_digest(given.encode(), self.page.token.encode())
+
+    def _json(self, path: str, query: Query) -> None:
+        try:
+            with self.page.gallery.lock:
+                found = API[path](self.page.gallery, query)
+            status = HTTPStatus.OK
+        except EsperError as error:
+            found, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
+        self._answer("application/json", json.dumps(_exact(found)).encode(), status)
+
+    def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self._head(kind, status, {"Content-Length": str(len(body))})
+        self.wfile.write(body)
+
+    def _head(self, kind: str, status: HTTPStatus, more: Mapping[str, str]) -> None:
+        self.send_response(status)
+        headers = HEADERS | {"Content-Type": f"{kind}; charset=utf-8"} | more
+        if status == HTTPStatus.OK and kind == "text/html":
+            headers["Set-Cookie"] = f"{self.page.cookie}={self.page.token}; HttpOnly; SameSite=Strict; Path=/"
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _events(self) -> None:
+        self._head("text/event-stream", HTTPStatus.OK, {"Connection": "close"})
+        for version in self.page.gallery.events():
+            self.wfile.write(f"data: {version}\n\n".encode())
+
+
+class Dashboard(ThreadingHTTPServer):
+    """Serves the page of some runs from when it is entered until it is left. Port 0 takes any that is free."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[str | Path], host: str = LOCAL, port: int = 0) -> None:
+        self.gallery, self.host, self.token = Gallery(runs), host, secrets.token_urlsafe(24)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise EsperError(f"cannot serve at {host}, port {port}: {error}; "
+                             "choose another --host or --port") from error
+
+    def __enter__(self) -> Self:
+        for work in (self.gallery.watch, self.serve_forever):
+            threading.Thread(target=work, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, error: BaseException | None = None,
+                 trace: TracebackType | None = None) -> None:
+        self.shutdown()
+        self.gallery.close()
+        self.server_close()
+
+    @cached_property
+    def assets(self) -> dict[str, bytes]:
+        folder = files(__package__) / "web"
+        return {name: (folder / name).read_bytes() for name in ASSETS.values()}
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    @property
+    def cookie(self) -> str:
+        """Cookies know no ports, so their names do."""
+        return f"esper_{self.port}"
+
+    @property
+    def url(self) -> str:
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{name}:{self.port}/?token={self.token}"
+
+    def knows_host(self, header: str) -> bool:
+        try:
+            name = urlsplit(f"//{header}").hostname or ""
+            return name in ("localhost", self.host.lower()) or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a browser that went away is no error
+            super().handle_error(request, client_address)
+
+
+def _exact(value: Any) -> Any:
+    """Whole numbers that a browser would round, as text."""
+    if isinstance(value, dict):
+        return {name: _exact(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exact(each) for each in value]
+    return str(value) if isinstance(value, int) and abs(value) > EXACT else value
