@@ -29,12 +29,14 @@ COMMANDS = {
     "runs show": (options.RunsShow, "print one panel of a run: a question and its answer"),
     "runs compare": (options.RunsCompare, "which run is better, and may that be luck?"),
     "watch": (options.Watch, "look at a run in the terminal, live or afterwards"),
+    "dashboard": (options.Dashboard, "see runs in a browser, while they train or afterwards"),
+    "report": (options.Report, "write runs, or their comparison, as one page"),
     "sql": (options.Sql, "ask the store of a run a question of your own"),
     "replay": (options.Replay, "run recorded episodes again and compare them bit by bit"),
     "export": (options.Export, "write a network that was grown as files that need no Esper"),
     "doctor": (options.Doctor, "say what is installed and found here, and test it")}
 """verb -> (options, what it does); `run` of the module that its first word names takes the options."""
-IDLE = ("tasks", "runs", "watch", "sql")  # they compute nothing
+IDLE = ("tasks", "runs", "watch", "dashboard", "report", "sql")  # they compute nothing
 
 
 def usage() -> str:

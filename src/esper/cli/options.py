@@ -175,6 +175,30 @@ class Watch:
 
 
 @dataclass(frozen=True)
+class Dashboard:
+    """Serve a page about runs to a browser on this machine, until Ctrl-C. It changes nothing.
+
+    Example: esper dashboard runs/first"""
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN ...")] = (Path("runs"),)
+    """Folders of runs, stores, or folders that hold runs."""
+    host: Annotated[str, arg(metavar="ADDRESS")] = "127.0.0.1"
+    """Address to serve at. Whoever can reach another one and knows the token sees everything, unencrypted."""
+    port: Annotated[int, arg(metavar="N")] = 0  # Any that is free by default.
+    browser: bool = False  # Open the page.
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write runs, or their comparison, as one page that stands alone.
+
+    Example: esper report runs/first runs/second --out report.html"""
+
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN ...")]  # As for esper dashboard.
+    out: Annotated[Path, arg(metavar="FILE")] = Path("report.html")
+
+
+@dataclass(frozen=True)
 class Sql:
     """Ask a store with one SELECT on the tables of docs/store.md.
 

@@ -167,6 +167,15 @@ def store_of(path: str | Path) -> Path:
     return Path(path) / STORE if Path(path).is_dir() else Path(path)
 
 
+def stores_below(path: str | Path) -> list[Path]:
+    """The store of a run, or those of all runs below a folder."""
+    if (store := store_of(path)).exists():
+        return [store]
+    if found := sorted(Path(path).rglob(STORE)) if Path(path).is_dir() else []:
+        return found
+    raise EsperError(f"there is no run in {path}; begin one with esper train --out {path}")
+
+
 def open_run(path: str | Path, clock: Callable[[], float] = time.time) -> Run:
     """Look at the run in a folder, or at any store. It is never written, and a writer never waits."""
     return Run(path, clock)

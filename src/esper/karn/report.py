@@ -5,23 +5,22 @@ Utilities are shown in points (score x 100). The registry says what the columns 
 
 import itertools
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any, NamedTuple
 
 from esper.karn import charts
-from esper.karn.charts import Z95, tag
+from esper.karn.charts import tag
+from esper.karn.markup import fold, legend, list_of, note, write_page
+from esper.karn.panels import open_run
+from esper.karn.run_report import LEARNED, curve_of, exams_of
 from esper.leyline import EsperError
-from esper.leyline.storage import atomic_write
 from esper.nissa import TABLES, read
 
-POOLED, LEARNED = "pooled", "learned"
+POOLED = "pooled"
 _OPENED, _CLOSED = "the test split", "validation samples; the test split stayed closed"
 VERDICTS = {"holds": ("Proof", "The proof holds", _OPENED), "fails": ("Proof", "The proof fails", _OPENED),
             "refused": ("Proof", "The proof is refused", _OPENED),
@@ -48,7 +47,7 @@ class Seed(NamedTuple):
     fate: str = "unfinished"
 
 
-class Run(NamedTuple):
+class Trained(NamedTuple):
     """The training of a controller."""
 
     rounds: list[charts.Estimate]
@@ -64,7 +63,7 @@ class Evidence:
     claims: list[Row]
     seeds: list[Seed]
     episodes: list[tuple[str, str, str, float, int]]  # (controller, arm, hidden type, price, count)
-    runs: dict[str, Run | str]  # by controller; where there is none, why
+    runs: dict[str, Trained | str]  # by controller; where there is none, why
 
     @property
     def colours(self) -> dict[str, str]:
@@ -80,13 +79,9 @@ def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, obje
     evidence = Evidence(rows_of(store, "summary"), rows_of(store, "claim"), seeds_of(store), episodes,
                         {name: _run(path) for name, path in runs.items()})
     shown = [title for title in SECTIONS if evidence.claims or title not in CLAIMED]
-    sections = [tag("section", tag("h2", title), SECTIONS[title](evidence), id=f"s{number}")
-                for number, title in enumerate(shown)]
-    links = [tag("a", title, href=f"#s{number}") for number, title in enumerate(shown)]
     what, head = _head(facts)
-    title, page = escape(f"{what}: {facts.get('family', store.name)}"), files(__package__) / "page.html"
-    atomic_write(out, Template(page.read_text("utf-8")).substitute(
-        title=title, head=head, links="".join(links), body="\n".join(sections)))
+    write_page(out, f"{what}: {facts.get('family', store.name)}", head,
+               {title: SECTIONS[title](evidence) for title in shown})
 
 
 def seeds_of(store: Path) -> list[Seed]:
@@ -117,18 +112,10 @@ def cost_of(run: Path) -> Row:
     return dict(zip(("round", "episodes", "host_epochs", "seconds"), counts[0], strict=True))
 
 
-def _run(path: Path) -> Run | str:
+def _run(path: Path) -> Trained | str:
     try:
-        rounds = read(path, "SELECT round, 100 * utility, 100 * ? * utility_error FROM round "
-                            "WHERE utility IS NOT NULL ORDER BY round", Z95)
-        exams = read(path, "SELECT round, 100 * utility FROM exam "
-                           "WHERE policy = ? AND utility IS NOT NULL ORDER BY round", LEARNED)
-        means: list[charts.Estimate] = []
-        for number, each in itertools.groupby(exams, key=lambda row: row[0]):
-            found = [utility for _, utility in each]
-            half = Z95 * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
-            means.append((number, statistics.fmean(found), half))
-        return Run(rounds, means, cost_of(path))
+        with open_run(path) as run:
+            return Trained(curve_of(run), exams_of(run), cost_of(path))
     except EsperError as error:
         return str(error)
 
@@ -174,28 +161,17 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     return tag("div", table, class_="wide")
 
 
-def _legend(colours: Mapping[str, str]) -> str:
-    items = (tag("li", tag("i", class_=class_), escape(name)) for name, class_ in colours.items())
-    return tag("ul", *items, class_="legend")
-
-
-def _note(text: str) -> str:
-    return tag("p", escape(text), class_="note")
-
-
 def _fold(name: str, about: str, *inner: str) -> str:
     """Open for all controllers together, closed for each."""
-    label = tag("summary", tag("b", escape(name)), escape(about))
-    return tag("details", label, *inner, open="open" if name == POOLED else "")
+    return fold(name, about, *inner, opened=name == POOLED)
 
 
 def _head(facts: Mapping[str, object]) -> tuple[str, str]:
     """What the page is, and how it begins."""
     verdict, why = str(facts.get("verdict", "unknown")), facts.get("reason", "no reason was given")
     what, said, measured = VERDICTS.get(verdict, ("Proof", f"The verdict is {verdict}", ""))
-    scored = _note(f"Accuracies are of delivered networks on {measured}.") if measured else ""
-    items = (tag("div", tag("dt", escape(key)), tag("dd", escape(str(fact)))) for key, fact in facts.items())
-    return what, tag("p", escape(f"{said}: {why}."), class_=f"verdict {verdict}") + scored + tag("dl", *items)
+    scored = note(f"Accuracies are of delivered networks on {measured}.") if measured else ""
+    return what, tag("p", escape(f"{said}: {why}."), class_=f"verdict {verdict}") + scored + list_of(facts)
 
 
 def _together(evidence: Evidence) -> list[Row]:
@@ -212,7 +188,7 @@ def _arms(evidence: Evidence) -> str:
     rows = _together(evidence)
     rows.sort(key=lambda row: -math.inf if row["gain"] is None else row["gain"], reverse=True)
     pooled = "; controllers are pooled" if any(row["controller"] == POOLED for row in rows) else ""
-    return _note(f"Means over all scenarios, best first{pooled}.") + _table(ARMS, rows)
+    return note(f"Means over all scenarios, best first{pooled}.") + _table(ARMS, rows)
 
 
 def _order(claim: Row) -> tuple[int, float]:
@@ -237,9 +213,9 @@ def _forest(evidence: Evidence) -> str:
     for label, rows in sorted(claims.items(), key=lambda item: _order(item[1][0])):
         spans = [_span(row, evidence.colours) for row in rows if row["difference"] is not None]
         groups[label if spans else f"{label}: no evidence"] = spans
-    note = _note("Utility of the controller less the control's on the same scenarios, with 95 % intervals. "
+    said = note("Utility of the controller less the control's on the same scenarios, with 95 % intervals. "
                  "Hollow: the claim fails or is refused.")
-    return note + _legend(evidence.colours) + charts.forest(groups, "points")
+    return said + legend(evidence.colours) + charts.forest(groups, "points")
 
 
 def _span(claim: Row, colours: Mapping[str, str]) -> charts.Span:
@@ -254,13 +230,13 @@ def _pareto(evidence: Evidence) -> str:
     axes = {"params": "grown parameters", "flops": "FLOPs, in host trainings"}
     plots = [charts.scatter({row["arm"]: (row[name], 100 * row["score"]) for row in rows}, title,
                             "accuracy, %", LEARNED) for name, title in axes.items()]
-    note = _note("Means over all scenarios. Filled and joined: the Pareto front.")
-    return note + tag("div", *plots, class_="pair")
+    said = note("Means over all scenarios. Filled and joined: the Pareto front.")
+    return said + tag("div", *plots, class_="pair")
 
 
 def _grown(evidence: Evidence) -> str:
     axes = sorted({seed.blueprint for seed in evidence.seeds}), sorted({seed.slot for seed in evidence.seeds})
-    parts = [_note("Numbers: seeds of the learned arm that were kept, by blueprint and slot. Bars: "
+    parts = [note("Numbers: seeds of the learned arm that were kept, by blueprint and slot. Bars: "
                    "germinations per episode by epoch (0 is the first), in full colour if kept. Colours are "
                    "per episode too; one scale under each heading.")]
     for name in evidence.colours:
@@ -291,9 +267,9 @@ def _panels(seeds: Sequence[Seed], played: Sequence[tuple[str, str, str, float, 
         counts = {place: cells[part, *place] for place in itertools.product(*axes)}
         bars = [(late[part, epoch] / n, soon[part, epoch] / n) for epoch in epochs]
         title = ", ".join(each if isinstance(each, str) else f"price {1e5 * each:g}" for each in part)
-        note = _note(f"{n} episodes, {sum(counts.values())} kept")
+        said = note(f"{n} episodes, {sum(counts.values())} kept")
         drawn = charts.heat(counts, *axes, strongest * n, left), charts.histogram(bars, tallest, left)
-        panels.append(tag("div", tag("h4", escape(title)), note, *drawn))
+        panels.append(tag("div", tag("h4", escape(title)), said, *drawn))
     return tag("div", *panels, class_="grid")
 
 
@@ -305,36 +281,36 @@ def _funnel(evidence: Evidence) -> str:
         rows.append((f"{arm} ({controller})" if controller in evidence.colours else arm,
                      f"{sum(counts.values()):,} → {' · '.join(f'{n:,}' for n in counts.values())}",
                      {fate: n / episodes for fate, n in counts.items()}))
-    return (_note("Numbers: germinated → kept · pruned · unfinished (neither decided). Bars: per episode.")
-            + _legend({fate: fate for fate in (*FATES.values(), "unfinished")}) + charts.stacks(rows))
+    return (note("Numbers: germinated → kept · pruned · unfinished (neither decided). Bars: per episode.")
+            + legend({fate: fate for fate in (*FATES.values(), "unfinished")}) + charts.stacks(rows))
 
 
 def _learning(evidence: Evidence) -> str:
-    known = {name: run for name, run in evidence.runs.items() if isinstance(run, Run)}
-    notes = "".join(_note(f"{name}: {run}") for name, run in evidence.runs.items() if isinstance(run, str))
+    known = {name: run for name, run in evidence.runs.items() if isinstance(run, Trained)}
+    notes = "".join(note(f"{name}: {run}") for name, run in evidence.runs.items() if isinstance(run, str))
     if not known:
-        return notes + _note("Without run stores nothing is known of how the controllers were trained.")
+        return notes + note("Without run stores nothing is known of how the controllers were trained.")
     colours = {name: evidence.colours[name] for name in known}
     titles = {"rounds": "utility of a round, points", "exams": "mean utility of an examination, points"}
     plots = [charts.curves({name: (colours[name], getattr(run, what)) for name, run in known.items()},
                            "rounds", title) for what, title in titles.items()]
-    notes += _note("With 95 % intervals, where more than one episode tells of them.")
-    return notes + _legend(colours) + tag("div", *plots, class_="pair")
+    notes += note("With 95 % intervals, where more than one episode tells of them.")
+    return notes + legend(colours) + tag("div", *plots, class_="pair")
 
 
 def _costs(evidence: Evidence) -> str:
     names = ("round", "host_epochs", "seconds", "episodes")
     runs = {name: {key: run.cost[key] for key in names[:3]}
-            for name, run in evidence.runs.items() if isinstance(run, Run)}
+            for name, run in evidence.runs.items() if isinstance(run, Trained)}
     rows = [row | {"arm": f"{LEARNED} ({row['controller']})"} | runs.get(row["controller"], {})
             for row in evidence.arms if row["arm"] == LEARNED and row["controller"] != POOLED]
     tuned = [row for row in evidence.arms
              if row["arm"] != LEARNED and row["controller"] == POOLED and row["episodes"]]
     total = {name: sum(row[name] or 0 for row in rows) for name in names if all(name in row for row in rows)}
-    note = _note("What was spent beforehand, and what one use costs, in trainings of the bare host. "
+    said = note("What was spent beforehand, and what one use costs, in trainings of the bare host. "
                  "Host-epochs are those of episodes and their twins; previews and examinations are not "
                  "counted in them.")
-    return note + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned])
+    return said + _table(COSTS, [*rows, {"arm": "all controllers"} | total, *tuned])
 
 
 SPLITS: Mapping[str, Split] = {

@@ -31,7 +31,7 @@ from typing import Any, Self, cast
 from urllib.parse import parse_qs, urlsplit
 
 from esper.karn.comparing import compare
-from esper.karn.panels import PAGES, STORE, Run, open_run, store_of
+from esper.karn.panels import PAGES, Run, open_run, stores_below
 from esper.leyline import EsperError
 
 LOCAL = "127.0.0.1"
@@ -41,21 +41,12 @@ ASSETS = {"/": "index.html"} | {f"/{name}": name for name in (
     "app.js", "draw.js", "pages.js", "style.css", "uplot.js", "uplot.css")}
 """address -> file of the folder `web`."""
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin"}
 EXACT = 2**53  # beyond it a browser rounds whole numbers
 Query = Mapping[str, str]
-
-
-def stores_below(path: str | Path) -> list[Path]:
-    """The store of a run, or those of all runs below a folder."""
-    if (store := store_of(path)).exists():
-        return [store]
-    if found := sorted(Path(path).rglob(STORE)) if Path(path).is_dir() else []:
-        return found
-    raise EsperError(f"there is no run in {path}; begin one with esper train --out {path}")
 
 
 class Gallery:
@@ -108,12 +99,11 @@ class Gallery:
 
     def events(self) -> Iterator[int]:
         """The version, at once, whenever it rises and every few seconds."""
-        seen = None
+        yield (seen := self.version)
         while not self.closed:
             with self.news:
-                self.news.wait_for(lambda: self.closed or self.version != seen, None if seen is None else BEAT)
-                seen = self.version
-            yield seen
+                self.news.wait_for(lambda seen=seen: self.closed or self.version != seen, BEAT)  # type: ignore[misc]
+            yield (seen := self.version)
 
     def close(self) -> None:
         with self.news:
@@ -215,7 +205,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _head(self, kind: str, status: HTTPStatus, more: Mapping[str, str]) -> None:
         self.send_response(status)
-        headers = HEADERS | {"Content-Type": f"{kind}; charset=utf-8"} | more
+        headers = {**HEADERS, "Content-Type": f"{kind}; charset=utf-8", **more}
         if status == HTTPStatus.OK and kind == "text/html":
             headers["Set-Cookie"] = f"{self.page.cookie}={self.page.token}; HttpOnly; SameSite=Strict; Path=/"
         for name, value in headers.items():
@@ -229,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Dashboard(ThreadingHTTPServer):
-    """Serves the page of some runs from when it is entered until it is left. Port 0 takes any that is free."""
+    """Serves the page of some runs from when it is entered until it is left. Port 0 is any that is free."""
 
     daemon_threads = True
 

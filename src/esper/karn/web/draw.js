@@ -72,7 +72,7 @@ export function bars(data) {
       el("span", { class: "track" }, bar), el("span", { class: "dim" }, told));
   }));
 }
-export const nothing = () => el("p", { class: "dim" }, "Nothing was measured yet.");
+export const nothing = (text = "Nothing was measured yet.") => el("p", { class: "dim" }, text);
 
 function colour(name) {
   const probe = document.body.appendChild(el("i", { class: name, hidden: true }));
@@ -93,37 +93,46 @@ export function lines(data) {
     units.set(key, [...(units.get(key) ?? []), name]);
   }
   const xs = [...new Set(all.map((each) => each[x]))].sort((a, b) => a - b);
-  return el("div", { class: "charts" }, ...[...units].map(([unit, columns]) => {
-    const values = [xs], series = [{ label: words(x) }], bands = [];
-    const add = (label, name, column, look) => {
+  return el("div", { class: "charts" }, ...[...units.values()].map((columns) => {
+    const values = [xs], series = [{}], bands = [], keys = [];
+    const add = (name, column, look) => {
       const by = new Map(all.filter((each) => !named || each[data.columns[0]] === name).map((each) => [each[x], each[column]]));
       values.push(xs.map((at) => by.get(at) ?? null));
-      series.push({ label, spanGaps: true, points: { show: xs.length < 40 }, value: (_, value) => said(value, data.units[column]),
-        ...look });
+      series.push({ spanGaps: true, ...look });
     };
     for (const name of names) for (const column of columns) {
-      const paint = colour(`c${((series.length - 1 - 2 * bands.length) % 6) + 1}`);
+      const kind = `c${(keys.length % 6) + 1}`, paint = colour(kind), at = series.length;
       const label = [name, names.length > 1 && columns.length === 1 ? "" : words(column)].filter(Boolean).join(" ");
-      add(label, name, column, { stroke: paint, width: 1.5 });
-      if (column === "gain" && all.some((each) => each.low !== null && each.low !== undefined)) {
-        for (const end of ["high", "low"]) add(`${end} of ${label}`, name, end, { stroke: paint, width: 0.3, points: { show: false } });
-        bands.push({ series: [series.length - 2, series.length - 1], fill: paint.replace(/rgb\((.*)\)/, "rgba($1, 0.15)") });
-      }
+      add(name, column, { stroke: paint, width: 1.5, points: { show: xs.length < 40, fill: paint, size: 4 } });
+      const ends = column === "gain" && all.some((each) => typeof each.low === "number");
+      for (const end of ends ? ["high", "low"] : []) add(name, end, { stroke: paint, width: 0.3, points: { show: xs.length === 1, size: 3 } });
+      if (ends) bands.push({ series: [at + 1, at + 2], fill: paint.replace(/rgb\((.*)\)/, "rgba($1, 0.15)") });
+      keys.push({ kind, label, at, ends, unit: data.units[column], now: el("b") });
     }
-    const title = data.units[columns[0]] && columns.length > 1 ? unit : [...columns.map(words), data.units[columns[0]]].filter(Boolean).join(", ");
-    return el("figure", {}, el("figcaption", {}, title), plot(values, series, bands));
+    const title = [...new Set([columns.length === 1 && names.length > 1 ? words(columns[0]) : "", data.units[columns[0]] ?? ""])].filter(Boolean).join(", ");
+    const where = el("span"), read = (index) => {
+      where.textContent = index === null ? "" : `${words(x)} ${xs[index]}`;
+      for (const { at, ends, unit: of, now } of keys) {
+        const place = index ?? values[at].findLastIndex((value) => value !== null);
+        now.textContent = said(values[at][place], of) + (ends && values[at + 1][place] !== null ? ` (${said(values[at + 2][place], of)} to ${said(values[at + 1][place], of)})` : "");
+      }
+    };
+    read(null);
+    return el("figure", {}, el("figcaption", {}, title ? el("span", {}, title) : "", ...keys.map(({ kind, label, now }) =>
+      el("span", {}, el("i", { class: `key ${kind}` }), `${label} `, now)), where), plot(values, series, bands, read));
   }));
 }
 
-function plot(values, series, bands) {
+function plot(values, series, bands, read) {
   const place = el("div", { class: "plot" }), line = { stroke: colour("dim"), grid: { stroke: colour("grid"), width: 1 },
     ticks: { show: false }, font: "11px system-ui, sans-serif" };
   let drawn = null;
   const watcher = new ResizeObserver(() => {
-    const size = { width: Math.max(220, place.clientWidth), height: 190 };
-    if (drawn) drawn.setSize(size);
-    else drawn = new globalThis.uPlot({ ...size, series, bands, scales: { x: { time: false } }, cursor: { y: false },
-      axes: [{ ...line, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] }, { ...line, size: 52 }], legend: { live: true } }, values, place);
+    const size = { width: Math.max(220, place.clientWidth), height: 170 };
+    if (drawn) return drawn.setSize(size);
+    const axes = [{ ...line, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] }, { ...line, size: 52 }];
+    drawn = new globalThis.uPlot({ ...size, series, bands, axes, scales: { x: { time: false } }, cursor: { y: false },
+      legend: { show: false }, hooks: { setCursor: [(chart) => read(chart.cursor.idx ?? null)] } }, values, place);
   });
   watcher.observe(place);
   return place;
@@ -131,12 +140,12 @@ function plot(values, series, bands) {
 
 // A host as a picture: its blocks in a row, and over each slot the seed that grows there.
 export function network(slots, big) {
-  const step = big ? 96 : 46, block = 14, top = big ? 26 : 14, base = big ? 74 : 40, low = big ? 100 : 50;
+  const step = big ? 96 : 46, block = 14, top = big ? 34 : 14, base = big ? 80 : 40, low = big ? 102 : 50;
   const seeds = slots.map((name, i) => {
     const left = i * step + block, right = (i + 1) * step, middle = (left + right) / 2;
     const way = shape("path", { d: `M${left} ${base} C${middle - 14} ${base} ${middle - 14} ${top} ${middle} ${top} S${middle + 14} ${base} ${right} ${base}` });
     const dot = shape("circle", { cx: middle, cy: top, r: 0 }), hint = shape("title");
-    const label = big ? shape("text", { x: middle, y: top - 14, "text-anchor": "middle" }) : "";
+    const label = big ? shape("text", { x: middle, y: top - 18, "text-anchor": "middle" }) : "";
     const note = big ? shape("text", { x: middle, y: base + 16, "text-anchor": "middle", class: "faint" }, name) : "";
     return { node: shape("g", { class: "seed dormant" }, hint, way, dot, label, note), dot, hint, label };
   });
@@ -160,10 +169,13 @@ export function strip(slots, epochs, seeds, decisions, epoch, choose) {
   const span = Array.from({ length: epochs }, (_, i) => i + 1);
   const cell = (slot, number) => {
     const seed = at.get(`${slot}/${number}`), before = at.get(`${slot}/${number - 1}`);
-    const born = seed && (!before || before.blueprint !== seed.blueprint);
+    const born = seed?.blueprint && before?.blueprint !== seed.blueprint;
     const node = el("td", { class: `cell ${stageClass(seed?.stage)}${number === epoch ? " now" : ""}`, onclick: () => choose(number),
-      title: seed ? `${seed.blueprint}, ${seed.stage}, alpha ${said(seed.alpha, "alpha")}` : "empty" },
+      title: seed ? `${seed.blueprint ?? "no seed"}, ${seed.stage}, alpha ${said(seed.alpha, "alpha")}` : "empty" },
     born ? el("span", {}, String(seed.blueprint)) : "");
+    let long = 1;
+    while (born && at.get(`${slot}/${number + long}`)?.blueprint === seed.blueprint) long++;
+    node.style.setProperty("--long", long);
     if (seed) node.style.setProperty("--alpha", 0.25 + 0.75 * (seed.alpha ?? 0));
     return node;
   };
@@ -187,5 +199,5 @@ export function legend() {
 const RENDERERS = { text: figures, line: lines, bars, table };
 export function card(data, options) {
   const draw = RENDERERS[data.renderer] ?? table;
-  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data, options) : nothing());
+  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data, options) : nothing(draw === table ? "None." : undefined));
 }

@@ -1,10 +1,10 @@
 // The pages: each takes what is chosen and gives a view, a node and perhaps a way to follow a change without being built again.
 
-import { bars, card, el, glyph, legend, lines, network, nothing, records, said, strip, table, withUnit, words } from "./draw.js";
+import { card, el, glyph, legend, lines, network, nothing, records, said, strip, table, withUnit } from "./draw.js";
 
 const plain = (page, wide) => async ({ state, ask, go }) => {
   const { extent, panels } = await ask("panels", { page, run: state.run, round: state.round });
-  const cards = Object.values(panels).filter((data) => data.rows.length || data.renderer !== "table").map((data) => card(data));
+  const cards = Object.entries(panels).filter(([name, data]) => data.rows.length || name !== "arms").map(([, data]) => card(data));
   return { node: el("div", {}, wide ? rounds(extent, state, go) : "", el("div", { class: "cards" }, ...cards)) };
 };
 
@@ -55,9 +55,9 @@ async function population(context) {
     clock.textContent = `epoch ${epoch} of ${epochs}`;
     const hosts = await frame(epoch);
     if (chosen !== now) return;
-    for (const host of hosts) tiles.get(host.row)?.update(host, now.row === host.row);
+    for (const host of hosts) tiles.get(host.row)?.update(host, now.row === host.row, epoch);
     if (now.row === null) detail.replaceChildren(el("p", { class: "dim" }, "Choose a host to see what grew in it, and why."));
-    else await inspect(detail, { ...context, state: now }, extent, epoch, hosts.find((host) => host.row === now.row));
+    else await inspect(detail, { ...context, state: now }, extent, hosts.find((host) => host.row === now.row));
   };
   await update(state);
   return { node, update, key: JSON.stringify([state.run, state.round]) };
@@ -66,12 +66,12 @@ async function population(context) {
 function tile(row, slots, onclick) {
   const picture = network(slots, false), gain = el("span"), did = el("b");
   const node = el("button", { class: "tile", "data-row": row, onclick }, el("span", { class: "name" }, el("span", {}, `host ${row} `, did), gain), picture.node);
-  const update = (host, chosen) => {
+  const update = (host, chosen, epoch) => {
     picture.update(host.stages, host.blueprints, host.alphas);
     gain.textContent = said(host.gain, "points");
     gain.className = host.gain > 0 ? "up" : host.gain < 0 ? "down" : "dim";
     did.textContent = host.op && host.op !== "WAIT" ? glyph(host.op) : "";
-    node.className = `tile${chosen ? " chosen" : ""}${host.rollbacks ? " rolled" : ""}`;
+    node.className = `tile${chosen ? " chosen" : ""}${host.done && host.epoch < epoch ? " over" : ""}${host.rollbacks ? " rolled" : ""}`;
     node.title = `scenario ${host.scenario}: score ${withUnit(host.score, "%")}, twin ${withUnit(host.twin, "%")}, ${host.op}${host.rollbacks ? `, rolled back ${host.rollbacks} times` : ""}`;
   };
   return { node, update };
@@ -80,9 +80,9 @@ function tile(row, slots, onclick) {
 // One host: its network, its life, the decision of the epoch and what speaks for it.
 const known = new Map();
 export const forget = () => known.clear();
-async function inspect(place, { state, ask, go }, extent, epoch, host) {
+async function inspect(place, { state, ask, go }, extent, host) {
   if (!host) return place.replaceChildren(el("p", { class: "dim" }, `There is no host ${state.row} in this round.`));
-  const key = JSON.stringify([state.run, extent.round, state.row]);
+  const key = JSON.stringify([state.run, extent.round, state.row]), epoch = host.epoch;
   if (!known.has(key)) known.set(key, (await ask("panels", { page: "host", run: state.run, round: extent.round, row: state.row })).panels);
   const panels = known.get(key), seeds = records(panels.slots), decisions = records(panels.decisions), steps = records(panels.host);
   const picture = network(extent.slots, true), choose = (number) => go({ epoch: number });
@@ -94,7 +94,7 @@ async function inspect(place, { state, ask, go }, extent, epoch, host) {
   place.dataset.key = key;
   place.replaceChildren(
     el("h2", {}, `Host ${state.row}, round ${extent.round}, epoch ${epoch} `, el("button", { class: "close", title: "close", onclick: () => go({ row: null }) }, "✕")),
-    picture.node, strip(extent.slots, extent.epochs, seeds, decisions, epoch, choose),
+    picture.node, strip(extent.slots, decisions.length, seeds, decisions, epoch, choose),
     why(said_, step, seeds, decisions, extent.slots),
     kept ?? el("div", { class: "curve" }, el("h3", {}, panels.host.question), lines(scores)),
     el("h3", {}, panels.decisions.question), acts.rows.length

@@ -1,0 +1,68 @@
+"""What reports are written with: the page around them, notes, legends, folds and tables of panels."""
+
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from esper.karn.charts import tag
+from esper.karn.panels import Table
+from esper.leyline.storage import atomic_write
+
+_TIMES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"))
+
+
+def write_page(out: Path, title: str, head: str, sections: Mapping[str, str]) -> None:
+    """One file that needs no other. `head` and the sections are markup, by their title."""
+    parts = [tag("section", tag("h2", escape(name)), inner, id=f"s{number}")
+             for number, (name, inner) in enumerate(sections.items())]
+    links = [tag("a", escape(name), href=f"#s{number}") for number, name in enumerate(sections)]
+    page = Template((files(__package__) / "page.html").read_text("utf-8"))
+    atomic_write(out, page.substitute(title=escape(title), head=head, links="".join(links),
+                                      body="\n".join(parts)))
+
+
+def legend(colours: Mapping[str, str]) -> str:
+    """name -> class"""
+    items = (tag("li", tag("i", class_=class_), escape(name)) for name, class_ in colours.items())
+    return tag("ul", *items, class_="legend")
+
+
+def note(text: str) -> str:
+    return tag("p", escape(text), class_="note")
+
+
+def fold(name: str, about: str, *inner: str, opened: bool = False) -> str:
+    label = tag("summary", tag("b", escape(name)), escape(about))
+    return tag("details", label, *inner, open="open" if opened else "")
+
+
+def list_of(about: Mapping[str, object]) -> str:
+    items = (tag("div", tag("dt", escape(key)), tag("dd", escape(str(fact)))) for key, fact in about.items())
+    return tag("dl", *items)
+
+
+def figure(value: Any, unit: str = "") -> str:
+    """A number as text, as the page in the browser writes it; a dash for what was not measured."""
+    if value is None or not isinstance(value, int | float) or isinstance(value, bool):
+        return "-" if value is None else str(value)
+    if unit == "s":
+        size, name = next(((size, name) for least, size, name in _TIMES if value >= least), (1, "s"))
+        return f"{value / size:.0f} {name}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    small = 0 < abs(value) < 0.01
+    return ("+" if unit == "points" and value > 0 else "") + (f"{value:.3g}" if small else f"{value:.2f}")
+
+
+def table_of(table: Table, most: int = 200) -> str:
+    """The answer of a panel as a table; what does not fit is counted."""
+    units = [table.units.get(name, "") for name in table.columns]
+    head = [tag("th", escape(name.replace("_", " ") + (f", {unit}" if unit else "")))
+            for name, unit in zip(table.columns, units, strict=True)]
+    body = [tag("tr", *(tag("td", escape(figure(value, unit)))
+                        for value, unit in zip(row, units, strict=True))) for row in table.rows[:most]]
+    left = note(f"{len(table.rows) - most} more rows are not shown.") if len(table.rows) > most else ""
+    return tag("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body)), class_="wide") + left
