@@ -92,7 +92,7 @@ def _learning(runs: Runs) -> str:
     parts, colours, groups = [], _colours(list(runs)), dict[Any, list[str]]()
     for name, run in runs.items():
         groups.setdefault(run.facts().get("group", name), []).append(name)
-    for title, read in {"gain of a round, points": curve_of, "gain of an examination, points": exams_of}.items():
+    for title, read in {"gain of a round, points": curve_of, "gain of an exam, points": exams_of}.items():
         lines = {name: (colours[name], read(run)) for name, run in runs.items()}
         for names in groups.values():
             if len(names) > 1 and (mean := over_seeds([lines[name][1] for name in names])):
@@ -100,8 +100,8 @@ def _learning(runs: Runs) -> str:
         if any(line for _, line in lines.values()):
             parts.append(charts.curves(lines, "rounds", title))
             colours |= {name: class_ for name, (class_, _) in lines.items()}
-    said = ("With 95 % intervals: of the scenarios' luck for a run, of the training's luck for a mean of seeds, "
-            "which are runs that differ in nothing else.")
+    said = ("With 95 % intervals: of the scenarios' luck for a run, of the training's luck for a mean of "
+            "seeds (runs that differ in nothing else).")
     return note(said) + legend(colours) + tag("div", *parts, class_="pair") if parts else ""
 
 
@@ -110,20 +110,20 @@ def _frontier(runs: Runs) -> str:
     dots: dict[str, tuple[float, float, float]] = {}
     for name, run in runs.items():
         for policy, params, spent, score in run.rows(
-                "SELECT policy, avg(params), avg(spent), 100 * avg(score) FROM exam AS e WHERE round = (SELECT "
-                "max(round) FROM exam WHERE policy = e.policy) GROUP BY policy"):
+                "SELECT policy, avg(params), avg(spent), 100 * avg(score) FROM exam AS e WHERE round = "
+                "(SELECT max(round) FROM exam WHERE policy = e.policy) GROUP BY policy"):
             if None not in (params, spent, score):
                 dots[policy if len(runs) == 1 else f"{name} {policy}"] = params, spent, score
-    axes = "grown parameters", "extra FLOPs, host trainings"
-    plots = [charts.scatter({name: (dot[place], dot[2]) for name, dot in dots.items()}, title, "score, %", LEARNED)
-             for place, title in enumerate(axes)]
+    plots = [charts.scatter({name: (dot[place], dot[2]) for name, dot in dots.items()}, cost, "score, %",
+                            LEARNED)
+             for place, cost in enumerate(("grown parameters", "extra FLOPs, host trainings"))]
     said = "Means of the last examination. Filled and joined: no other is cheaper and as good."
     return note(said) + tag("div", *plots, class_="pair") if dots else ""
 
 
 def _genealogy(runs: Runs) -> str:
-    parts = [note("Seeds of the last round. A band is a slot; epochs go from left to right. Why a seed was kept or "
-                  "pruned: the evidence that was known then, and the chance of the decision."),
+    parts = [note("Seeds of the last round. A band is a slot; epochs go from left to right. Why a seed was "
+                  "kept or pruned: the evidence that was known then, and the chance of the decision."),
              legend({stage.name.lower(): class_ for stage, class_ in STAGES.items()})]
     for name, run in runs.items():
         lives, extent = run.panel("lives"), run.extent()
@@ -136,22 +136,23 @@ def _genealogy(runs: Runs) -> str:
                  for row in lives.rows]
         drawn = [_life(run, host, extent.slots, extent.epochs) for host in hosts[:HOSTS]]
         more = note(f"{len(hosts) - HOSTS} more hosts grew seeds.") if len(hosts) > HOSTS else ""
-        parts.append(fold(name, f": {len(lives.rows)} born, {fates}", tag("div", *drawn, class_="grid"), more,
-                          table_of(lives._replace(rows=named)), opened=len(runs) == 1))
+        parts.append(fold(name, f": {len(lives.rows)} born, {fates}", tag("div", *drawn, class_="lives"), more,
+                          fold("Every seed", "", note(lives.question), table_of(lives._replace(rows=named))),
+                          opened=len(runs) == 1))
     return "".join(parts) if len(parts) > 2 else ""
 
 
 def _life(run: Run, host: int, slots: Sequence[str], epochs: int) -> str:
-    wide, seen = 100 / max(epochs, 1), dict[int, str | None]()
-    marks = [charts.block(0, 14 * slot, 100, 12, "empty") for slot in range(len(slots))]
+    wide, seen, names = 100 / max(epochs, 1), dict[int, str | None](), list[str]()
+    marks = [charts.block(0, 16 * slot, 100, 14, "empty") for slot in range(len(slots))]
     for epoch, slot, stage, blueprint, *_ in run.panel("slots", row=host).rows:
-        x, y = wide * (epoch - 1), 14 * slot
+        x, y = wide * (epoch - 1), 16 * slot
         class_ = STAGES.get(SeedStage.__members__.get(stage, SeedStage.PRUNED), "pruned")
-        marks.append(charts.block(x, y, wide, 12, class_, f"{blueprint}, {stage}"))
+        marks.append(charts.block(x, y, wide, 14, class_, f"{blueprint}, {stage}"))
         if blueprint not in (None, seen.get(slot)):
-            marks.append(charts.words(blueprint, x, y + 10, dx=2))
+            names.append(charts.words(blueprint, x, y + 11, dx=2))
         seen[slot] = blueprint
-    return tag("div", tag("h4", escape(f"host {host}")), charts.drawing(14 * len(slots), marks))
+    return tag("div", tag("h4", escape(f"host {host}")), charts.drawing(16 * len(slots), marks + names))
 
 
 def _lines(panel: str, columns: Sequence[str], x: str) -> Callable[[Runs], str]:
@@ -177,16 +178,18 @@ def _lines(panel: str, columns: Sequence[str], x: str) -> Callable[[Runs], str]:
 
 def _tables(*panels: str) -> Callable[[Runs], str]:
     def draw(runs: Runs) -> str:
-        found = [(name, run.panel(panel)) for name, run in runs.items() for panel in panels]
-        return "".join((tag("h3", escape(name)) if len(runs) > 1 else "") + note(table.question)
-                       + (table_of(table) if table.rows else note("None.")) for name, table in found)
+        found = [(name, run.panel(panel)) for panel in panels for name, run in runs.items()]
+        parts = [tag("div", tag("h3", escape(name)) if len(runs) > 1 else "", note(table.question),
+                     table_of(table) if table.rows else note("None.")) for name, table in found]
+        return tag("div", *parts, class_="pair")
 
     return draw
 
 
 SECTIONS: Mapping[str, Callable[[Runs], str]] = {
     "Which is better": _compared, "Learning curves": _learning, "Score against cost": _frontier,
-    "Genealogy of seeds": _genealogy, "What it does, in the last ten rounds": _tables("actions", "blueprints"),
+    "Genealogy of seeds": _genealogy,
+    "What it does, in the last ten rounds": _tables("actions", "blueprints"),
     "Rewards of the last round": _lines("rewards", REWARDS, "epoch"),
     "Is it certain": _lines("heads", ("entropy_share",), "round"), "Incidents": _tables("incidents"),
     "Costs": _tables("cost")}

@@ -44,7 +44,7 @@ export function table(data, { onclick, show = {}, selected } = {}) {
     el("th", {}, words(name), data.units[name] ? el("small", {}, ` ${data.units[name]}`) : ""));
   const body = records(data).map((record) => {
     const cells = data.columns.map((name) => el("td", { class: typeof record[name] === "number" ? "number" : false },
-      show[name] ? show[name](record[name]) : said(record[name], data.units[name])));
+      show[name] ? show[name](record[name]) : said(record[name], name === "error" ? "±" : data.units[name])));
     const pick = onclick ? { onclick: () => onclick(record), class: selected?.(record) ? "pick chosen" : "pick", tabindex: 0,
       onkeydown: (event) => { if (event.key === "Enter") onclick(record); } } : {};
     return el("tr", pick, ...cells);
