@@ -1,7 +1,7 @@
 """`esper dashboard`: runs in a browser."""
 
-import threading
 import webbrowser
+from threading import Event
 
 from rich.console import Console
 
@@ -18,6 +18,6 @@ def run(options: options.Dashboard, console: Console) -> None:
         if options.browser:
             webbrowser.open(page.url)
         try:
-            threading.Event().wait()
+            Event().wait()
         except KeyboardInterrupt:
             return

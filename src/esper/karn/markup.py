@@ -63,7 +63,7 @@ def table_of(table: Table, most: int = 200) -> str:
     head = [tag("th", escape(name.replace("_", " ") + (f", {unit}" if unit else "")))
             for name, unit in zip(table.columns, units, strict=True)]
     signed = ["" if name == "error" else unit for name, unit in zip(table.columns, units, strict=True)]
-    cells = ([figure(value, unit) for value, unit in zip(row, signed, strict=True)] for row in table.rows[:most])
-    body = [tag("tr", *(tag("td", escape(cell)) for cell in row)) for row in cells]
+    cells = [[figure(value, unit) for value, unit in zip(row, signed, strict=True)] for row in table.rows]
+    body = [tag("tr", *(tag("td", escape(cell)) for cell in row)) for row in cells[:most]]
     left = note(f"{len(table.rows) - most} more rows are not shown.") if len(table.rows) > most else ""
     return tag("div", tag("table", tag("thead", tag("tr", *head)), tag("tbody", *body)), class_="wide") + left

@@ -136,9 +136,10 @@ def _genealogy(runs: Runs) -> str:
                  for row in lives.rows]
         drawn = [_life(run, host, extent.slots, extent.epochs) for host in hosts[:HOSTS]]
         more = note(f"{len(hosts) - HOSTS} more hosts grew seeds.") if len(hosts) > HOSTS else ""
-        parts.append(fold(name, f": {len(lives.rows)} born, {fates}", tag("div", *drawn, class_="lives"), more,
-                          fold("Every seed", "", note(lives.question), table_of(lives._replace(rows=named))),
-                          opened=len(runs) == 1))
+        drawn = [tag("div", *drawn, class_="lives"), more]
+        parts.append(fold(name, f": {len(lives.rows)} born, {fates}", *drawn,
+                          fold("Every seed", "", note(lives.question),
+                               table_of(lives._replace(rows=named))), opened=len(runs) == 1))
     return "".join(parts) if len(parts) > 2 else ""
 
 

@@ -57,7 +57,7 @@ async function population(context) {
     if (chosen !== now) return;
     for (const host of hosts) tiles.get(host.row)?.update(host, now.row === host.row, epoch);
     if (now.row === null) detail.replaceChildren(el("p", { class: "dim" }, "Choose a host to see what grew in it, and why."));
-    else await inspect(detail, { ...context, state: now }, extent, hosts.find((host) => host.row === now.row));
+    else await inspect(detail, { ...context, state: now }, extent, hosts.find((host) => host.row === now.row), () => chosen !== now);
   };
   await update(state);
   return { node, update, key: JSON.stringify([state.run, state.round]) };
@@ -80,10 +80,11 @@ function tile(row, slots, onclick) {
 // One host: its network, its life, the decision of the epoch and what speaks for it.
 const known = new Map();
 export const forget = () => known.clear();
-async function inspect(place, { state, ask, go }, extent, host) {
+async function inspect(place, { state, ask, go }, extent, host, late) {
   if (!host) return place.replaceChildren(el("p", { class: "dim" }, `There is no host ${state.row} in this round.`));
   const key = JSON.stringify([state.run, extent.round, state.row]), epoch = host.epoch;
   if (!known.has(key)) known.set(key, (await ask("panels", { page: "host", run: state.run, round: extent.round, row: state.row })).panels);
+  if (late()) return;
   const panels = known.get(key), seeds = records(panels.slots), decisions = records(panels.decisions), steps = records(panels.host);
   const picture = network(extent.slots, true), choose = (number) => go({ epoch: number });
   picture.update(host.stages, host.blueprints, host.alphas);
