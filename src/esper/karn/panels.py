@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Self
 
 from esper.karn.charts import Z95
 from esper.karn.facts import facts_of
+from esper.karn.lives import lives_of
 from esper.leyline import EsperError, SeedStage
 from esper.leyline.storage import is_locked
 from esper.nissa import reader
@@ -266,31 +267,6 @@ def _blueprints(run: Run, chosen: Mapping[str, Any]) -> Rows:
 _HOST = " FROM step WHERE round = :round AND row = :row "
 _LAST_EXAM = ("FROM exam WHERE policy = 'learned' AND round = "
               "(SELECT max(round) FROM exam WHERE policy = 'learned')")
-_LIVES = """
-WITH born AS (SELECT row, slot, blueprint, epoch AS born, ifnull(lead(epoch) OVER (
-                  PARTITION BY row, slot ORDER BY epoch), 1e9) AS next
-              FROM step WHERE round = :round AND op = 'GERMINATE'),
-     moved AS (SELECT * FROM move WHERE round = :round),
-     told AS (SELECT * FROM step WHERE round = :round AND op IN ('FOSSILIZE', 'PRUNE')),
-     known AS (SELECT *, ifnull(contribution, preview) AS evidence FROM seed
-               WHERE round = :round AND ifnull(contribution, preview) IS NOT NULL),
-     life AS (SELECT born.*, (SELECT max(epoch) FROM told WHERE told.row = born.row
-                  AND told.slot = born.slot AND epoch > born AND epoch < next) AS decided,
-                  (SELECT min(epoch) FROM moved WHERE moved.row = born.row AND moved.slot = born.slot
-                  AND target IN ('FOSSILIZED', 'PRUNED') AND epoch >= born AND epoch < next) AS ended
-              FROM born)
-SELECT life.row, life.slot, life.blueprint, born,
-    (SELECT min(epoch) FROM moved WHERE moved.row = life.row AND moved.slot = life.slot
-     AND target = 'BLENDING' AND epoch >= born AND epoch < next), decided, ended,
-    CASE (SELECT target FROM moved WHERE moved.row = life.row AND moved.slot = life.slot AND epoch = ended
-          AND target IN ('FOSSILIZED', 'PRUNED'))
-    WHEN 'FOSSILIZED' THEN 'kept' WHEN 'PRUNED' THEN 'pruned' ELSE 'unfinished' END,
-    100 * known.evidence, 100 * known.error, 100 * told.chance
-FROM life LEFT JOIN told ON told.row = life.row AND told.epoch = decided
-LEFT JOIN known ON known.row = life.row AND known.slot = life.slot
-    AND known.epoch = (SELECT max(epoch) FROM known AS last WHERE last.row = life.row
-    AND last.slot = life.slot AND epoch >= born AND epoch < min(next, ifnull(decided, 1e9)))
-ORDER BY life.row, life.slot, born"""
 _TERMS = ("reward", "reward_gain", "reward_size", "reward_compute", "reward_credit", "reward_potential")
 _UPDATE = ("entropy", "kl", "clip_fraction", "value_error", "explained_variance", "grad_norm",
            "learning_rate")
@@ -325,7 +301,7 @@ PANELS: Mapping[str, Panel] = {
         "population", "Which seeds were born, and when and why was each kept or pruned? Evidence is what it "
         "brought, or would have brought, when that was decided; the chance is that of the decision.", "table",
         ("row", "slot", "blueprint", "born", "blended", "decided", "ended", "fate", "evidence", "error",
-         "chance"), _LIVES),
+         "chance"), lambda run, chosen: lives_of(run.rows, chosen["round"])),
     "host": Panel(
         "host", "Does this host learn better than its twin?", "line",
         ("epoch", "score", "twin", "gain", "reward", "loss", "params"),
