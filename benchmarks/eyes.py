@@ -24,7 +24,7 @@ from typing import Any
 import tyro
 
 from common import hardware, head_commit
-from esper.karn.serving import Dashboard
+from esper.karn.serving import Dashboard, serve
 from esper.nissa import read
 
 ASKED = {"overview": ["panels?page=overview"], "population": ["panels?names=hosts,lives", "panels?page=host&row=2"]}
@@ -58,7 +58,7 @@ def look(page: Dashboard, asked: list[str]) -> None:
 
 
 def watch(stack: ExitStack, run: Path, browser: bool) -> None:
-    page = stack.enter_context(Dashboard([run]))
+    page = stack.enter_context(serve([run]))
     if not browser:
         for asked in ASKED.values():
             threading.Thread(target=look, args=(page, asked), daemon=True).start()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from esper.karn import compare, open_run
-from esper.karn.serving import Dashboard
+from esper.karn.serving import Dashboard, serve
 from esper.nissa import Store, read
 from tests.planted import BIRTH, plant
 from tests.test_page import HOSTILE, hostile
@@ -72,7 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def served(folders: list[Path]) -> Iterator[Dashboard]:
-    with Dashboard(folders) as dashboard:
+    with serve(folders) as dashboard:
         yield dashboard
 
 
@@ -148,7 +148,7 @@ def test_a_comparison_shows_what_the_table_says(browser: Any, served: Dashboard,
 
 def test_a_new_round_appears_without_being_asked_for(browser: Any, tmp_path: Path) -> None:
     store = Store(plant(tmp_path / "run") / "run.db")
-    with Dashboard([tmp_path / "run"]) as dashboard:
+    with serve([tmp_path / "run"]) as dashboard:
         tab, old = Tab(browser, dashboard), Tab(browser, dashboard, "page=population&round=1")
         store.write("step", {"round": 3, "epoch": [1, 1], "row": [0, 9], "op": "WAIT", "score": 0.5, "twin": 0.25})
         store.write("round", {"round": 3, "utility": 0.08, "utility_error": 0.005, "seconds": 10.0})
@@ -166,7 +166,7 @@ def test_a_new_round_appears_without_being_asked_for(browser: Any, tmp_path: Pat
 
 
 def test_names_are_text(browser: Any, tmp_path: Path) -> None:
-    with Dashboard([hostile(tmp_path / HOSTILE.replace("/", ""))]) as dashboard:
+    with serve([hostile(tmp_path / HOSTILE.replace("/", ""))]) as dashboard:
         tab = Tab(browser, dashboard, "page=population&row=1&epoch=1")
         tab.see("#why", HOSTILE)
         for page in ("overview", "tamiyo", "compare"):

@@ -16,7 +16,7 @@ from esper.cli import main
 from esper.karn import PAGES, PANELS, compare, open_run, write_run_report
 from esper.karn.markup import figure
 from esper.karn.run_report import over_seeds
-from esper.karn.serving import ASSETS, HEADERS, Dashboard
+from esper.karn.serving import ASSETS, HEADERS, Dashboard, serve
 from esper.leyline import EsperError
 from esper.nissa import Store
 from tests.planted import plant
@@ -35,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def served(folders: list[Path]) -> Iterator[Dashboard]:
-    with Dashboard(folders) as dashboard:
+    with serve(folders) as dashboard:
         yield dashboard
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_meant_is_one_sentence(query: str, why: str, served: Dash
 
 def test_news_are_told_at_once_and_large_numbers_exactly(tmp_path: Path) -> None:
     store = Store(plant(tmp_path / "run") / "run.db")
-    with Dashboard([tmp_path]) as page:
+    with serve([tmp_path]) as page:
         connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=10)
         connection.request("GET", f"/api/events?token={page.token}")
         stream = connection.getresponse()
@@ -146,7 +146,7 @@ def test_news_are_told_at_once_and_large_numbers_exactly(tmp_path: Path) -> None
 def test_a_run_that_breaks_or_is_begun_again_is_told(tmp_path: Path) -> None:
     for name in ("a", "b"):
         plant(tmp_path / name)
-    with Dashboard([tmp_path]) as page:
+    with serve([tmp_path]) as page:
         assert asked(page, "/api/panels?run=1&names=learning")["panels"]["learning"]["rows"][-1][1] == 4.0
         for path in (tmp_path / "b").iterdir():
             path.unlink()

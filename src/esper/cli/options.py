@@ -176,7 +176,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """Serve a page about runs to a browser on this machine, until Ctrl-C. It changes nothing.
+    """Show runs in a browser on this machine, until Ctrl-C. It changes nothing.
 
     Example: esper dashboard runs/first"""
 
@@ -185,7 +185,6 @@ class Dashboard:
     host: Annotated[str, arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to serve at. Whoever can reach another one and knows the token sees everything, unencrypted."""
     port: Annotated[int, arg(metavar="N")] = 0  # Any that is free by default.
-    browser: bool = False  # Open the page.
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ QUERIES = ("epoch, blueprint FROM step WHERE op = 'GERMINATE'",
 def lives_of(ask: Callable[..., Rows], number: int | None) -> Rows:
     """(row, slot, blueprint, born, blended, decided, ended, fate, evidence, error, chance) for each birth of
     a round, until the next in its slot."""
-    births, told, moves, known = (_by_place(ask(f"SELECT row, slot, {query} AND round = :round ORDER BY epoch",
-                                                round=number)) for query in QUERIES)
+    births, told, moves, known = (
+        _by_place(ask(f"SELECT row, slot, {query} AND round = :round ORDER BY epoch", round=number))
+        for query in QUERIES)
     lives: Rows = []
     for place in sorted(births):
         ends = [epoch for epoch, _ in births[place][1:]] + [math.inf]

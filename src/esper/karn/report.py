@@ -16,7 +16,7 @@ from esper.karn import charts
 from esper.karn.charts import tag
 from esper.karn.markup import fold, legend, list_of, note, write_page
 from esper.karn.panels import open_run
-from esper.karn.run_report import LEARNED, curve_of, exams_of
+from esper.karn.run_report import LEARNED, curve_of
 from esper.leyline import EsperError
 from esper.nissa import TABLES, read
 
@@ -115,7 +115,7 @@ def cost_of(run: Path) -> Row:
 def _run(path: Path) -> Trained | str:
     try:
         with open_run(path) as run:
-            return Trained(curve_of(run), exams_of(run), cost_of(path))
+            return Trained(curve_of(run, "learning"), curve_of(run, "exams"), cost_of(path))
     except EsperError as error:
         return str(error)
 

@@ -40,15 +40,12 @@ def write_run_report(paths: Sequence[Path], out: Path) -> None:
                    {title: inner for title, inner in told.items() if inner})
 
 
-def curve_of(run: Run) -> list[Estimate]:
-    """(round, gain, half of its interval)"""
-    return [(number, gain, None if high is None else high - gain)
-            for number, gain, _, high in run.panel("learning").rows if gain is not None]
-
-
-def exams_of(run: Run) -> list[Estimate]:
-    return [(number, gain, None if high is None else high - gain)
-            for policy, number, gain, _, high, _ in run.panel("exams").rows if policy == LEARNED]
+def curve_of(run: Run, panel: str) -> list[Estimate]:
+    """(round, gain, half of its interval) of the controller, in `learning` or `exams`."""
+    table = run.panel(panel)
+    points = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    return [(each["round"], each["gain"], None if each["high"] is None else each["high"] - each["gain"])
+            for each in points if each["gain"] is not None and each.get("policy", LEARNED) == LEARNED]
 
 
 def over_seeds(lines: Sequence[Sequence[Estimate]]) -> list[Estimate]:
@@ -92,8 +89,8 @@ def _learning(runs: Runs) -> str:
     parts, colours, groups = [], _colours(list(runs)), dict[Any, list[str]]()
     for name, run in runs.items():
         groups.setdefault(run.facts().get("group", name), []).append(name)
-    for title, read in {"gain of a round, points": curve_of, "gain of an exam, points": exams_of}.items():
-        lines = {name: (colours[name], read(run)) for name, run in runs.items()}
+    for panel, title in {"learning": "gain of a round, points", "exams": "gain of an exam, points"}.items():
+        lines = {name: (colours[name], curve_of(run, panel)) for name, run in runs.items()}
         for names in groups.values():
             if len(names) > 1 and (mean := over_seeds([lines[name][1] for name in names])):
                 lines[f"mean of {len(names)} seeds: {', '.join(names)}"] = "c0", mean

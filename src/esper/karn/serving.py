@@ -1,6 +1,6 @@
 """The page in a browser: a server of panels that reads stores, answers GET alone and reaches nothing else.
 
-    /              the page; /NAME its parts, `ASSETS`
+    / and ASSETS   the page and its parts
     /api/runs      every run: its name, its state, its facts
     /api/panels    ?run=0&names=hosts,lives&round=7&epoch=3&row=2: what there is to choose, and the tables
     /api/compare   the runs beside each other
@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from http import HTTPStatus
@@ -26,8 +27,7 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from esper.karn.comparing import compare
@@ -75,27 +75,19 @@ class Gallery:
     def watch(self) -> None:
         """Until it is closed, tell those who wait when anything was written."""
         while not self.closed:
-            if self._changed():
-                self._tell()
+            changed = self._changed()
             with self.news:
+                self.version += changed
+                self.news.notify_all()
                 self.news.wait_for(lambda: self.closed, PAUSE)
 
     def _changed(self) -> bool:
         found = False
         for number in range(len(self.paths)):
-            with self.lock:
-                try:
-                    before = self._open.get(number)
-                    run = self.run(number)
-                    found |= run.changed() or (before is not None and before[1] is not run)
-                except EsperError:
-                    continue
+            with self.lock, suppress(EsperError):
+                before, run = self._open.get(number), self.run(number)
+                found |= run.changed() or (before is not None and before[1] is not run)
         return found
-
-    def _tell(self) -> None:
-        with self.news:
-            self.version += 1
-            self.news.notify_all()
 
     def events(self) -> Iterator[int]:
         """The version, at once, whenever it rises and every few seconds."""
@@ -161,9 +153,8 @@ class Handler(BaseHTTPRequestHandler):
         return cast("Dashboard", self.server)
 
     def do_GET(self) -> None:
-        place, query = urlsplit(self.path), dict[str, str]()
-        for name, values in parse_qs(place.query).items():
-            query[name] = values[-1]
+        place = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(place.query).items()}
         try:
             if not self.page.knows_host(self.headers.get("Host", "")):
                 self._answer("text/plain", b"this server is not asked by that name", HTTPStatus.FORBIDDEN)
@@ -183,11 +174,10 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _may(self, query: Query) -> bool:
-        try:
-            morsel = SimpleCookie(self.headers.get("Cookie", "")).get(self.page.cookie)
-        except CookieError:
-            morsel = None
-        given = query.get("token", "" if morsel is None else morsel.value)
+        cookie: SimpleCookie = SimpleCookie()
+        with suppress(CookieError):
+            cookie.load(self.headers.get("Cookie", ""))
+        given = query.get("token", cookie[name].value if (name := self.page.cookie) in cookie else "")
         return hmac.compare_digest(given.encode(), self.page.token.encode())
 
     def _json(self, path: str, query: Query) -> None:
@@ -219,11 +209,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Dashboard(ThreadingHTTPServer):
-    """Serves the page of some runs from when it is entered until it is left. Port 0 is any that is free."""
+    """A server of the page of some runs; `serve` runs it. Port 0 is any that is free."""
 
     daemon_threads = True
 
-    def __init__(self, runs: Sequence[str | Path], host: str = LOCAL, port: int = 0) -> None:
+    def __init__(self, runs: Sequence[str | Path], host: str, port: int) -> None:
         self.gallery, self.host, self.token = Gallery(runs), host, secrets.token_urlsafe(24)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -231,17 +221,6 @@ class Dashboard(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             raise EsperError(f"cannot serve at {host}, port {port}: {error}; "
                              "choose another --host or --port") from error
-
-    def __enter__(self) -> Self:
-        for work in (self.gallery.watch, self.serve_forever):
-            threading.Thread(target=work, daemon=True).start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None = None, error: BaseException | None = None,
-                 trace: TracebackType | None = None) -> None:
-        self.shutdown()
-        self.gallery.close()
-        self.server_close()
 
     @cached_property
     def assets(self) -> dict[str, bytes]:
@@ -272,6 +251,19 @@ class Dashboard(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # a browser that went away is no error
             super().handle_error(request, client_address)
+
+
+@contextmanager
+def serve(runs: Sequence[str | Path], host: str = LOCAL, port: int = 0) -> Iterator[Dashboard]:
+    """Serve in threads until this is left."""
+    with Dashboard(runs, host, port) as page:
+        for work in (page.gallery.watch, page.serve_forever):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            yield page
+        finally:
+            page.shutdown()
+            page.gallery.close()
 
 
 def _exact(value: Any) -> Any:
