@@ -132,7 +132,7 @@ function plot(values, series, bands, read) {
   const watcher = new ResizeObserver(() => {
     const size = { width: Math.max(220, place.clientWidth), height: 170 };
     if (drawn) return drawn.setSize(size);
-    const axes = [{ ...line, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] }, { ...line, size: 52 }];
+    const axes = [{ ...line, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] }, { ...line, size: 52, values: (_, at) => at.map((value) => String(+value.toPrecision(3))) }];
     drawn = new globalThis.uPlot({ ...size, series, bands, axes, scales: { x: { time: false } }, cursor: { y: false },
       legend: { show: false }, hooks: { setCursor: [(chart) => read(chart.cursor.idx ?? null)] } }, values, place);
   });
@@ -191,11 +191,11 @@ export function strip(slots, epochs, seeds, decisions, epoch, choose) {
       el("tr", {}, el("th", {}, "decision"), ...span.map(decided)))));
 }
 
-export function legend() {
+export function legend(hint) {
   const stages = { training: "incubating", blending: "blending", holding: "holding", fossilized: "kept", pruned: "pruned, resting" };
   const ops = { GERMINATE: "germinate", ADVANCE: "advance", FOSSILIZE: "keep", PRUNE: "prune", WAIT: "wait" };
   return el("p", { class: "legend" }, ...Object.entries(stages).map(([kind, name]) => el("span", {}, el("i", { class: `swatch ${kind}` }), name)),
-    ...Object.entries(ops).map(([op, name]) => el("span", {}, el("b", {}, glyph(op)), name)));
+    ...Object.entries(ops).map(([op, name]) => el("span", {}, el("b", {}, glyph(op)), name)), el("span", {}, hint));
 }
 
 const RENDERERS = { text: figures, line: lines, bars, table };

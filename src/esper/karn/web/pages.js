@@ -44,7 +44,7 @@ async function population(context) {
   let chosen = state;
   const current = () => Math.min(epochs, chosen.epoch ?? epochs);
   const node = el("div", {}, el("div", { class: "controls" }, rounds(extent, state, go),
-    el("label", { class: "slider" }, clock, slider, play)), legend(),
+    el("label", { class: "slider" }, clock, slider, play)), legend("Choose a host to see what grew in it, and why."),
   el("div", { class: "population" }, el("div", { class: "tiles" }, ...[...tiles.values()].map((each) => each.node)), detail),
   el("section", { class: "card" }, el("h2", {}, first.panels.lives.question), table(first.panels.lives, {
     show: { slot: (slot) => slots[slot] ?? said(slot) }, onclick: (life) => go({ row: life.row, epoch: life.decided ?? life.born }) })));
@@ -56,8 +56,9 @@ async function population(context) {
     const hosts = await frame(epoch);
     if (chosen !== now) return;
     for (const host of hosts) tiles.get(host.row)?.update(host, now.row === host.row, epoch);
-    if (now.row === null) detail.replaceChildren(el("p", { class: "dim" }, "Choose a host to see what grew in it, and why."));
-    else await inspect(detail, { ...context, state: now }, extent, hosts.find((host) => host.row === now.row), () => chosen !== now);
+    detail.hidden = now.row === null;
+    detail.parentElement.classList.toggle("open", !detail.hidden);
+    if (now.row !== null) await inspect(detail, { ...context, state: now }, extent, hosts.find((host) => host.row === now.row), () => chosen !== now);
   };
   await update(state);
   return { node, update, key: JSON.stringify([state.run, state.round]) };
