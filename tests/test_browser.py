@@ -55,6 +55,10 @@ class Tab:
     def text(self, where: str) -> str:
         return re.sub(r"\s+", " ", self.page.locator(where).first.inner_text())
 
+    def seed(self, row: int, slot: int, stage: str) -> None:
+        """Wait for it."""
+        self.page.locator(f".tile[data-row='{row}'] g.seed.{stage}:nth-of-type({slot + 1})").wait_for(state="attached")
+
     def tile(self, row: int) -> Any:
         return self.page.locator(f".tile[data-row='{row}']")
 
@@ -92,15 +96,11 @@ def test_every_page_loads_small_and_without_a_network(browser: Any, served: Dash
 
 def test_time_is_a_slider_and_a_click_leads_to_a_decision_and_why(browser: Any, served: Dashboard, folders: list[Path]) -> None:
     tab = Tab(browser, served, "page=population")
-    seed = f".tile[data-row='{BIRTH['row']}'] .seed >> nth={BIRTH['slot']}"
-    stages = {}
-    for epoch in (1, 2, 3, 4):
+    for epoch, born, kept in ((1, "dormant", "training"), (2, "dormant", "blending"), (4, "training", "fossilized"), (3, "training", "holding")):
         tab.page.locator("#epoch").fill(str(epoch))
         tab.see(".slider", f"epoch {epoch} of 4")
-        tab.page.wait_for_timeout(80)
-        stages[epoch] = [tab.page.locator(place).get_attribute("class") for place in (seed, ".tile[data-row='0'] .seed >> nth=0")]
-    assert stages == {1: ["seed dormant", "seed training"], 2: ["seed dormant", "seed blending"],
-                      3: ["seed training", "seed holding"], 4: ["seed training", "seed fossilized"]}
+        tab.seed(0, 0, kept)
+        tab.seed(BIRTH["row"], BIRTH["slot"], born)
     tab.tile(BIRTH["row"]).click()
     tab.page.locator(".decision").nth(BIRTH["epoch"] - 1).click()
     tab.see("#why", "GERMINATE norm in tail")
@@ -130,7 +130,7 @@ def test_networks_grow_when_asked(browser: Any, served: Dashboard) -> None:
     tab = Tab(browser, served, "page=population&epoch=1")
     tab.page.click("#play")
     tab.see(".slider", "epoch 4 of 4")
-    assert tab.tile(0).locator(".seed").first.get_attribute("class") == "seed fossilized"
+    tab.seed(0, 0, "fossilized")
     tab.close()
 
 

@@ -120,7 +120,7 @@ def test_the_page_gets_what_panels_say(served: Dashboard, folders: list[Path]) -
 
 @pytest.mark.parametrize(("query", "why"), [
     ("names=fame", "no panel 'fame'"), ("run=9&names=state", "there is no run 9; there are 2, from 0"), ("run=-1", "no run -1"),
-    ("round=x", "whole numbers"), ("names=hosts&slot=1", "no slot to choose")])
+    ("round=x", "whole numbers"), ("names=hosts&slot=1", "no slot to choose"), ("round=99999999999999999999", "too large")])
 def test_what_cannot_be_meant_is_one_sentence(query: str, why: str, served: Dashboard) -> None:
     status, _, body = get(served, f"/api/panels?{query}")
     assert status == 400

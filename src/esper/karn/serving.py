@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import socket
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ class Gallery:
     def _changed(self) -> bool:
         found = False
         for number in range(len(self.paths)):
-            with self.lock, suppress(EsperError):
+            with self.lock, suppress(EsperError, sqlite3.Error):
                 before, run = self._open.get(number), self.run(number)
                 found |= run.changed() or (before is not None and before[1] is not run)
         return found
@@ -185,7 +186,7 @@ class Handler(BaseHTTPRequestHandler):
             with self.page.gallery.lock:
                 found = API[path](self.page.gallery, query)
             status = HTTPStatus.OK
-        except EsperError as error:
+        except (EsperError, OverflowError) as error:
             found, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
         self._answer("application/json", json.dumps(_exact(found)).encode(), status)
 
