@@ -69,20 +69,26 @@ function header(state) {
   document.title = `${run ? run.name : "no run"}: Esper`;
 }
 
-let stream = null, version = null;
+const PAUSE = 3000; // milliseconds between two drawings for news: short rounds must not keep a machine busy
+let stream = null, version = null, waiting = null, drawn = 0;
 function listen() {
   if (stream || document.hidden) return;
   stream = new EventSource("api/events");
   stream.onopen = () => { $("live").textContent = "● live"; };
   stream.onerror = () => { $("live").textContent = "○ not connected"; };
-  stream.onmessage = async ({ data }) => {
+  stream.onmessage = ({ data }) => {
     const news = version !== null && data !== version;
     version = data;
-    try {
-      runs = await ask("runs");
-      if (news) { forget(); await show(true); } else header(chosen());
-    } catch (error) { complain(error); }
+    if (news) waiting ??= setTimeout(refresh, Math.max(0, drawn + PAUSE - Date.now()), true);
+    else refresh(false);
   };
+}
+async function refresh(news) {
+  if (news) [waiting, drawn] = [null, Date.now()];
+  try {
+    runs = await ask("runs");
+    if (news) { forget(); await show(true); } else header(chosen());
+  } catch (error) { complain(error); }
 }
 function rest() { // a hidden page costs nothing
   if (!document.hidden) return listen();
