@@ -5,6 +5,7 @@
     python -m experiments.do_no_harm --compiled aot_eager --steps 16        # writes do_no_harm_aot_eager.json
     python -m experiments.do_no_harm --compiled inductor --steps 16 --few
     python -m experiments.do_no_harm --live                                 # writes do_no_harm_live.json
+    python -m experiments.do_no_harm --exports                              # writes do_no_harm_exports.json
 
 Every model is trained twice from the same state, plainly and attached with a controller that waits, and compared bit by bit:
 weights, buffers, optimizer states, random states. Then it grows by a fixed plan, and what is delivered is compared with the
@@ -14,9 +15,10 @@ grown model. `--live` takes the time of 8 steps with 0, 1 and 3 live seeds over 
 import itertools
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +33,11 @@ BATCH = 8
 IDS, PIXELS, LABELS = torch.randint(50, (64, 16)), torch.randn(64, 3, 32, 32), torch.randint(4, (64,))
 
 
+class Output(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
 class Skips(nn.Module):
     """Two branches and a skip over both."""
 
@@ -42,7 +49,7 @@ class Skips(nn.Module):
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
         h = F.relu(self.inner(pixel_values.flatten(1)))
         logits = self.head(self.drop(self.norm(h + F.relu(self.left(h)) * self.right(h))))
-        return type("Output", (), {"loss": F.cross_entropy(logits, labels), "logits": logits})
+        return Output(F.cross_entropy(logits, labels), logits)
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], str]]:
@@ -144,6 +151,17 @@ def grown(name: str, compiled: str) -> dict[str, float]:
         return {"parameters": kept, "difference": float((net(**batch(reads, slice(0, 8))).logits - wanted).abs().max())}
 
 
+def exported(name: str) -> dict[str, float]:
+    """A grown model in every format: file -> how far its outputs are from the model's."""
+    _, _, growing = train(name, "adamw", "one cycle", Keep(), 96)
+    net = growing.deliver().eval()
+    if name == "gpt2":
+        net.config.use_cache = False  # a cache is no tensor that a program can return
+    with tempfile.TemporaryDirectory() as folder:
+        written = esper.export(net, folder, batch(models()[name][1], slice(0, 8)), formats=("safetensors", "torch", "onnx"))
+    return {each.file: each.difference for each in written}
+
+
 def overhead(name: str, seeds: int, pairs: int = 20) -> dict[str, float]:
     """Attached with so many live seeds, time of 8 steps over that of the plain loop: the median of interleaved pairs."""
     made = [train(name, "adamw", "cosine", controller, 64) for controller in (None, Live(seeds))]
@@ -168,8 +186,11 @@ def main() -> None:
     options.add_argument("--compiled", default="", help="a backend of torch.compile")
     options.add_argument("--few", action="store_true", help="one optimizer and one scheduler for each model")
     options.add_argument("--live", action="store_true", help="what live seeds cost, and nothing else")
+    options.add_argument("--exports", action="store_true", help="grown models in every format, and nothing else")
     chosen = options.parse_args()
     torch.set_num_threads(1)
+    if chosen.exports:
+        return write(chosen, "do_no_harm_exports", {"largest difference": {name: exported(name) for name in models()}})
     torch._dynamo.config.recompile_limit = 64
     if chosen.live:
         times = {name: [overhead(name, seeds) for seeds in (0, 1, 3)] for name in models()}
