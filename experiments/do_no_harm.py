@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +33,6 @@ BATCH = 8
 IDS, PIXELS, LABELS = torch.randint(50, (64, 16)), torch.randn(64, 3, 32, 32), torch.randint(4, (64,))
 
 
-class Output(NamedTuple):
-    loss: Tensor
-    logits: Tensor
-
-
 class Skips(nn.Module):
     """Two branches and a skip over both."""
 
@@ -47,9 +42,11 @@ class Skips(nn.Module):
         self.norm, self.drop, self.head = nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 4)
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Any:
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
         h = F.relu(self.inner(pixel_values.flatten(1)))
         logits = self.head(self.drop(self.norm(h + F.relu(self.left(h)) * self.right(h))))
-        return Output(F.cross_entropy(logits, labels), logits)
+        return SequenceClassifierOutput(F.cross_entropy(logits, labels), logits)
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], str]]:
