@@ -51,9 +51,9 @@ def run(workers: Workers, watch: Any = None) -> tuple[list[str], Told]:
 
 
 def main() -> None:
+    options = parser(__doc__).parse_args()
     from ray.cluster_utils import Cluster
 
-    options = parser(__doc__).parse_args()
     torch.set_num_threads(1)
     expected, _ = run(Workers())
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})

@@ -178,7 +178,7 @@ def test_examinations_pay_no_growth_nothing_but_its_previews(tmp_path: Path) -> 
     training = trained(tmp_path / "run", stop_after=0)
     utility = training.examine("wait", Wait(), 0)
     assert bool((utility <= 0).all())
-    spent = training.exam.inputs[-1].spent
+    spent = training.exam.env.spent.float()
     assert bool((spent > 0).any())
     torch.testing.assert_close(utility, -0.01 * spent)
 
