@@ -15,6 +15,8 @@ from esper.kasmina.objectives import Objective
 from esper.leyline import Contribution, EsperError
 
 LOSS, SCORE, SMOOTH = range(3)
+AT_ONCE = 2**24
+"""Outputs that are judged at a time."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,21 @@ def _told(score: Any) -> Tensor:
 
 
 def _judged(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
-    labels, outputs = labels.detach().cpu(), outputs.detach().float().cpu()
+    labels, outputs = labels.detach().cpu(), outputs.detach()
     if objective.label_dtype.is_floating_point:  # standardised, as tasks are
-        labels, outputs = labels.float().flatten(), outputs.reshape(-1, 1)
+        labels, outputs = labels.float().flatten(), outputs.float().cpu().reshape(-1, 1)
         mean, spread = labels.mean(), labels.std().clamp(min=1e-12)
         labels, outputs = (labels - mean) / spread, (outputs - mean) / spread
     objective.check(labels.flatten(), outputs.shape[-1])
     if objective.tokens:
         shares = labels.flatten().bincount() / labels.numel()
         objective = replace(objective, entropy=float(torch.special.entr(shares).sum()))
-    return objective.samples(outputs.unsqueeze(1), labels.unsqueeze(1)).squeeze(2).double()
+    if len(outputs) != len(labels):
+        raise ValueError
+    size = max(1, AT_ONCE // outputs[0].numel())  # logits of many tokens: whole copies would not fit
+    parts = [objective.samples(some.float().cpu().unsqueeze(1), their.unsqueeze(1)) for some, their in
+             zip(outputs.split(size), labels.split(size), strict=True)]
+    return torch.cat(parts, 1).squeeze(2).double()
 
 
 def settled(values: Tensor, objective: Objective | None) -> Tensor:
