@@ -59,19 +59,24 @@ def home(model: nn.Module) -> tuple[torch.device, torch.dtype] | None:
     return next(((p.device, p.dtype) for p in model.parameters() if p.is_floating_point()), None)
 
 
+def generators(model: nn.Module, data: Any = None) -> list[torch.Generator]:
+    """All that a loop draws from in PyTorch: the CPU's, a loader's own, those of the model's devices."""
+    loader = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
+    found = (getattr(each, "generator", None) for each in loader)
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    return [torch.default_generator, *(each for each in found if isinstance(each, torch.Generator)),
+            *(torch.cuda.default_generators[device] for device in devices)]
+
+
 @contextmanager
 def untouched(model: nn.Module, data: Any = None) -> Iterator[None]:
     """Whatever runs inside leaves modes, buffers and every random state as they were."""
     modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     python, numpy = random.getstate(), np.random.get_state()
-    loader = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
-    found = (getattr(each, "generator", None) for each in loader)  # one of the user's own
-    drawn = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    drawn = [(each, each.get_state()) for each in generators(model, data)]
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
