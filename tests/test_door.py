@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
+from esper.door.ranks import Ranks
 from esper.leyline import ActionSpec, EsperError, SeedStage, View
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -764,3 +765,104 @@ def test_two_ranks_stay_equal_through_births_blends_and_prunes(tmp_path: Path) -
     assert said[0][0] == said[1][0]
     for word in ("GERMINATE mlp_small", "GERMINATE norm", "PRUNE", "FOSSILIZE"):
         assert word in said[0][0]
+
+
+def test_a_seed_that_joined_since_leaves_the_optimizer_when_growth_is_taken_back() -> None:
+    """It broke in the first epoch of its ramp: the last good epoch knows it, but not in the optimizer."""
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "mlp_small")))
+    growing = loop.growing
+    assert growing is not None
+    while not growing.joined:
+        loop.epoch()
+    assert growing.good is not None
+    assert not growing.good.joined
+    with torch.no_grad():
+        next(iter(growing.grafts[0].seed.parameters())).fill_(math.nan)
+    assert growing_with_nan(loop).decision.startswith("ROLLBACK")
+    loop.optimizer.state_dict()
+    assert len(loop.optimizer.state) == len(list(loop.model.parameters()))
+
+
+@pytest.mark.parametrize("form", ["keyword", "position"])
+def test_seeds_are_clipped_behind_a_closure(form: str) -> None:
+    """Lightning computes gradients inside `optimizer.step`."""
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "mlp_small")), optimizer="sgd")
+    growing = loop.growing
+    assert growing is not None
+    while not growing.joined:
+        loop.epoch()
+    for group in loop.optimizer.param_groups:
+        group |= {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
+    own = list(growing.grafts[0].seed.parameters())
+    before = [p.detach().clone() for p in own]
+
+    def closure() -> Tensor:
+        loop.optimizer.zero_grad()
+        loss = 1e4 * F.cross_entropy(loop.model(loop.x), Y)
+        loss.backward()
+        return loss
+
+    loss: Any = loop.optimizer.step(closure) if form == "position" else loop.optimizer.step(closure=closure)
+    assert float(loss.detach()) > 0
+    moved = math.sqrt(sum(float((a.detach() - b).square().sum()) for a, b in zip(own, before, strict=True)))
+    assert moved == pytest.approx(1.0, rel=1e-3)
+
+
+def test_an_evaluation_that_draws_sees_the_same_draws_with_and_without_a_seed() -> None:
+    """As a loader that shuffles does: samples then come in the same order."""
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")))
+    orders: list[Tensor] = []
+
+    def shuffled() -> Tensor:
+        orders.append(torch.randperm(240))
+        return loop.evaluate()[orders[-1]]
+
+    for _ in range(4):
+        orders.clear()
+        for x, y in loop.batches():
+            loop.optimizer.zero_grad()
+            F.cross_entropy(loop.model(x), y).backward()
+            loop.optimizer.step()
+        assert loop.growing is not None
+        loop.growing.end_epoch(shuffled)
+    assert len(orders) == 2
+    assert torch.equal(*orders)
+
+
+def test_gradients_are_kept_from_evaluations_that_make_some() -> None:
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")))
+    growing = loop.growing
+    assert growing is not None
+    while not growing.joined:
+        loop.epoch()
+    loop.optimizer.step()
+    F.cross_entropy(loop.model(loop.x), Y).backward()
+    parameters = [*loop.model.parameters(), *growing.grafts[0].seed.parameters()]
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+
+    def attacked() -> Tensor:
+        with torch.enable_grad():
+            F.cross_entropy(loop.model(loop.x), Y).backward()
+        return loop.evaluate()
+
+    growing.end_epoch(attacked)
+    assert all(torch.equal(a, p.grad) for a, p in zip(before, parameters, strict=True) if p.grad is not None)
+    assert len(before) == len(parameters) == sum(p.grad is not None for p in parameters)
+
+
+def test_ranks_are_known_in_compiled_models_and_speak_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL knows no tensors on the CPU."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    seen: list[str] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, *_: seen.append(tensor.device.type))
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, *_: seen.append(tensor.device.type))
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(2, 2, device="meta")
+    ranks = Ranks(nn.Sequential(wrapped))  # as torch.compile holds it
+    assert ranks.several
+    with pytest.raises((RuntimeError, NotImplementedError)):  # nothing can be read there
+        ranks.all_true(True)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        ranks.agree([torch.ones(2)])
+    assert seen == ["meta", "meta"]

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
+from esper.door import evidence
 from esper.door.evidence import SCORE, by_sample, settled
-from esper.kasmina.objectives import find_objective
+from esper.kasmina.objectives import NextToken, find_objective
 from esper.leyline import EsperError, View
 from tests.test_door import Loop, Script, Y, incubating, same
 
@@ -100,6 +101,73 @@ def test_a_mind_decides_before_the_first_step() -> None:
     for _ in range(3):
         loop.epoch()
     assert clocks == [0, 1, 2, 3]
+
+
+def test_saved_before_its_first_decision_a_mind_still_makes_it(tmp_path: Path) -> None:
+    first, again = Judged("tamiyo-small"), Judged("tamiyo-small")
+    assert first.growing is not None
+    assert again.growing is not None
+    first.growing.save(tmp_path / "growing")
+    again.growing.load(tmp_path / "growing")
+    assert not again.growing.life.open
+    reports = [loop.epoch() for loop in (Judged("tamiyo-small"), first)]
+    torch.manual_seed(3)
+    assert again.epoch().decision == reports[0].decision
+
+
+def test_growth_that_breaks_the_first_epoch_goes_back_to_its_first_step() -> None:
+    """Weights that users load after `attach` are not lost."""
+    loop = Judged("wait")
+    spec = loop.growing.spec  # type: ignore[union-attr]
+
+    class Sower(esper.Learned):
+        def __call__(self, view: View) -> Tensor:
+            return torch.tensor([spec.action("GERMINATE", slot=0, blueprint="norm") if not int(view.clock) else spec.action("WAIT")])
+
+    loop = Judged(Sower.load("tamiyo-small", spec))
+    loaded = {name: value + 0.5 for name, value in loop.model.state_dict().items()}
+    loop.model.load_state_dict(loaded)
+    loop.evaluate = lambda: (loop.model(loop.x) * math.nan, loop.labels)  # type: ignore[method-assign]
+    report = loop.epoch()
+    assert report.decision.startswith("GERMINATE norm behind 1; ROLLBACK"), "the loss is no number, though the accuracy is one"
+    same(loaded, loop.model.state_dict())
+    del loop.evaluate  # type: ignore[misc]
+    assert math.isfinite(loop.epoch().score)
+
+
+def test_logits_of_many_tokens_are_judged_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = find_objective("next_token")
+    outputs, labels = torch.randn(7, 5, 11).bfloat16(), torch.randint(11, (7, 5))
+    whole, sizes, judged = by_sample((outputs, labels), objective), list[int](), NextToken.samples
+
+    def samples(self: NextToken, some: Tensor, their: Tensor) -> Tensor:
+        sizes.append(some.numel())
+        return judged(self, some, their)
+
+    monkeypatch.setattr(NextToken, "samples", samples)
+    monkeypatch.setattr(evidence, "AT_ONCE", 120)
+    assert torch.equal(by_sample((outputs, labels), objective), whole)
+    assert sizes == [110, 110, 110, 55]
+    with pytest.raises(EsperError, match="objective's shapes"):
+        by_sample((outputs, labels[:1]), objective)
+
+
+def test_seeds_that_fail_to_learn_are_charged_for_it() -> None:
+    loop, count = Judged(Script(e0=("GERMINATE", 0, "norm")), flops=100.0), iter(range(10**6))
+    growing = loop.growing
+    assert growing is not None
+
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        if next(count) % 20 == 19:
+            raise KeyboardInterrupt
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    object.__setattr__(growing.asked, "loss", failing)
+    loop.epoch()
+    before = growing.compute.spent
+    with pytest.raises(KeyboardInterrupt):
+        loop.epoch()
+    assert growing.compute.spent > before
 
 
 def test_a_preview_is_what_the_seed_would_learn() -> None:

@@ -121,6 +121,7 @@ def share(given: str | float | None, of: float, what: str) -> float:
 def gradients_kept(model: nn.Module) -> Iterator[None]:
     """Accumulated gradients are the user's."""
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
     try:
         yield
     finally:

@@ -74,9 +74,9 @@ def incubate(growing: "Growing", epoch: float) -> None:
     compute = growing.compute
     for slot in growing.incubating if growing.asked.loss is not None else ():
         if compute.spent + growing.promised + (again := compute.share(0, epoch, behind=1)) <= compute.most:
+            compute.spent += again
             learn(growing, slot, growing.grafts[slot], float(growing.life.target[0, slot]),
                   growing.asked.shadow_steps)
-            compute.spent += again
 
 
 def preview(growing: "Growing", whole: Tensor, epoch: float) -> Contribution | None:

@@ -117,7 +117,7 @@ class Growing:
         self._evaluate: Evaluate = float  # of the epoch that ends
         self._steps, self._broke, self.closed, self._busy, self._first = 0, False, False, False, ""
         self._home = home(self.host)
-        self.good: LastGood | None = LastGood(self)
+        self.good: LastGood | None = None  # of the first step, which users may load weights before
         self._hooks: list[Any] = [
             self.host.get_submodule(place.path).register_forward_hook(
                 SlotHook(self.host, self.active, slot, place))
@@ -132,15 +132,28 @@ class Growing:
     def _wait(self) -> Tensor:
         return expand_actions(self.spec, torch.tensor([self.spec.action(LifecycleOp.WAIT)]))
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy:
             raise EsperError("the optimizer was asked to step inside evaluate() or loss(); leave it out")
-        self.good = self.good or LastGood(self)  # of what was loaded
+        self.good = self.good or LastGood(self)
         if not self.life.open:
             told = self._decide()
             self._first = f"{told}; " * (told != LifecycleOp.WAIT.name)
-        scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it in their step
-        for slot in self.joined:  # seeds have gradient norms of their own, as in a population
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            return self._clip()
+
+        def clipped() -> Any:
+            loss = closure()
+            self._clip()
+            return loss
+
+        return args[:1], kwargs | {"closure": clipped}
+
+    def _clip(self) -> None:
+        """Seeds have gradient norms of their own, as in a population."""
+        scale = float(getattr(self.optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it later
+        for slot in self.joined:
             nn.utils.clip_grad_norm_(self.grafts[slot].seed.parameters(), CLIP * scale)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -163,7 +176,8 @@ class Growing:
             raise EsperError("the optimizer took no step in this epoch; is it the one that trains?")
         epoch, self._busy = self.life.epoch, True
         try:
-            with untouched(self.host, self.asked.data), gradients_kept(self.host):
+            with untouched(self.host, self.asked.data), gradients_kept(
+                    nn.ModuleList([self.host, *self.grafts.values()])):
                 self._evaluate = evaluate
                 score = self._measure()
         finally:
@@ -175,7 +189,7 @@ class Growing:
         finite = {slot: all(bool(p.isfinite().all()) for p in graft.parameters())
                   for slot, graft in self.grafts.items()}  # accuracies hide a NaN
         sound = self.ranks.all_true(not finite or (
-            math.isfinite(score) and all(finite[slot] for slot in self.active)))
+            bool(self._means[:3].isfinite().all()) and all(finite[slot] for slot in self.active)))
         decision, self._first = self._first + (self._go_on(finite) if sound else self._go_back(score)), ""
         self.history.append(Report(epoch, score, decision, gains, self.params))
         return self.history[-1]
@@ -197,7 +211,8 @@ class Growing:
 
     def _go_back(self, score: float) -> str:
         """Growth broke the training: the last good epoch again, without the seeds that were on trial."""
-        if self._broke or self.good is None:
+        assert self.good is not None
+        if self._broke:
             raise EsperError(f"the score is {score} again, although the seeds on trial are gone; "
                              "the training itself diverges")
         self.good.put_back(self)
@@ -205,7 +220,7 @@ class Growing:
         self.life.epoch += 1
         self.life.begin_epoch(self._wait())
         self.wire()
-        return f"ROLLBACK: the score was {score}" + ", a seed not finite" * math.isfinite(score)
+        return f"ROLLBACK: the score was {score}" + ", a seed or the loss not finite" * math.isfinite(score)
 
     def kind(self, slot: int) -> Any:
         return self.prototypes[slot][int(self.life.blueprint[0, slot])]
@@ -222,8 +237,10 @@ class Growing:
         return self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), left)
 
     def judged(self, samples: int | None = None) -> Tensor:
-        """[3, n] of the model with what is active now."""
-        return by_sample(self._evaluate(), self.objective, samples)
+        """[3, n] of the model with what is active now; evaluations draw alike, whoever is in it."""
+        with untouched(self.host):
+            returned = self._evaluate()
+        return by_sample(returned, self.objective, samples)
 
     def _measure(self) -> float:
         """The scores, what each seed is worth in them, and what could grow."""
