@@ -101,7 +101,7 @@ def test_a_callback_serves_again(tmp_path: Path) -> None:
     trainer.train()
     assert callback.grown is not first
     assert not any(m._forward_hooks for m in trainer.model.modules())
-    module, growth, _ = lightning(tmp_path / "second", "wait", epochs=1)
+    _, growth, _ = lightning(tmp_path / "second", "wait", epochs=1)
     first, other = growth.grown, Rings()
     with torch.no_grad():
         other.net[2].bias.copy_(torch.tensor([9.0, -9.0]))

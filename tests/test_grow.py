@@ -1,6 +1,7 @@
 """`esper.grow`: a model and two loaders in, a grown model out; killed and resumed, the same bits."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ def test_a_mind_leads_it() -> None:
     assert "GERMINATE" in str(grown)
     accuracy = float((grown.module.eval()(X[300:]).argmax(1) == Y[300:]).double().mean())
     assert 0 < accuracy <= 1
+
+
+class Stream(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(X[:40], Y[:40], strict=True)
+
+
+def test_streams_have_no_length() -> None:
+    data = DataLoader(Stream(), 8)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
+    grown = esper.grow(model, data, data, loss, epochs=8, slots="0", shadow_steps=6, controller={"0": "norm"})
+    assert grown.history[-1].params > 0
 
 
 class Tied(nn.Module):

@@ -125,7 +125,7 @@ def trainer_callback(trainer: Any, *, evaluate: Evaluate | None = None, **option
             if state.global_step and path.exists():
                 self.saved = read_state(path, "growing")
             elif "esper" in state.stateful_callbacks:
-                raise EsperError(f"what grew is not in {path}; resume in the output_dir that holds the checkpoint")
+                raise EsperError(f"{path} is missing; resume in the output_dir that holds the checkpoint")
             state.stateful_callbacks["esper"] = {}  # lies in every checkpoint
             bare = [getattr(trainer.optimizer, "optimizer", trainer.optimizer),
                     getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)]

@@ -1,4 +1,4 @@
-"""What is measured at the door, and what users are told of it.
+"""What is measured at the door, and what users and policies are told of it.
 
 Scores are an objective's of every sample, [3, n]: loss, score, smooth. Without an objective users give one
 number, which stands for all three.
@@ -6,13 +6,18 @@ number, which stands for all three.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.objectives import Objective
-from esper.leyline import Contribution, EsperError
+from esper.leyline import Contribution, EsperError, SeedStage
+from esper.leyline.keys import Purpose, mix
+from esper.leyline.views import Facts, Seeds, View
+
+if TYPE_CHECKING:
+    from esper.door.growing import Growing
 
 LOSS, SCORE, SMOOTH = range(3)
 AT_ONCE = 2**24
@@ -90,3 +95,23 @@ def settled(values: Tensor, objective: Objective | None) -> Tensor:
     if objective is None:
         return means + torch.tensor([float(0 <= means[SCORE] <= 1), 0, 0])
     return objective.settle(means[:, None])[:, 0]
+
+
+def seen(growing: "Growing") -> View:
+    """What policies read: the same as in a population, of one row."""
+    life, asked, one, clock = growing.life, growing.asked, torch.ones(1), torch.tensor([growing.life.epoch])
+    costs = torch.zeros(1, growing.spec.slots, 2)
+    for slot in growing.grafts:
+        costs[0, slot] = torch.tensor([growing.kind(slot).cost.params, growing.kind(slot).cost.flops])
+    table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in growing.prototypes])
+    told = torch.tensor([[p.descriptor for p in row] for row in growing.prototypes])
+    empty = (life.stage == SeedStage.DORMANT)[..., None]
+    candidates = Contribution(*(tensor * empty for tensor in vars(growing.candidates).values()))
+    facts = Facts(growing.cost, growing.scores[1:], growing.scores[:1], one * growing.compute.spent, costs,
+                  growing.gains, growing.previews, told, table, candidates if growing.every else None)
+    return View(spec=growing.spec, luck=mix(torch.tensor([asked.seed]), Purpose.LUCK),
+                price=one * asked.price, flop_price=one * 0, horizon=torch.tensor([asked.epochs]),
+                clock=clock, done=clock >= asked.epochs, verdicts=life.verdicts(),
+                free_targets=life.free_targets(), facts=facts,
+                seeds=Seeds(**{name: getattr(life, name).clone() for name in Seeds.__dataclass_fields__}),
+                settling=life.gates.min_training + life.gates.min_holding + 1)

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,9 +48,9 @@ class Grown:
 
 
 def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss: Loss, *, epochs: int = 30,
-         score: Callable[[nn.Module, Any], Any] | None = None, optimizer: torch.optim.Optimizer | None = None, lr: float = 1e-3,
-         folder: str | Path | None = None, patience: int = 0, tell: Callable[[Report], object] | None = None,
-         **options: Any) -> Grown:
+         score: Callable[[nn.Module, Any], Any] | None = None, optimizer: torch.optim.Optimizer | None = None,
+         lr: float = 1e-3, folder: str | Path | None = None, patience: int = 0,
+         tell: Callable[[Report], object] | None = None, **options: Any) -> Grown:
     """Train a model and let it grow; returns it with what was kept.
 
     train, validation: batches to iterate over again and again, such as DataLoaders.
@@ -110,7 +110,10 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
 
 def _length(batches: Iterable[Any], what: str) -> int:
     once = iter(batches) is batches
-    count = 0 if once else len(batches) if isinstance(batches, Sized) else sum(1 for _ in batches)
+    try:
+        count = 0 if once else len(cast(Sized, batches))
+    except TypeError:  # loaders of streams have a length that cannot be asked for
+        count = sum(1 for _ in batches)
     if not count:
         raise EsperError(f"{what} {'can be iterated over only once' if once else 'yields no batches'}; "
                          "pass a list or a DataLoader")
@@ -163,8 +166,8 @@ def _load(path: Path, growing: Growing) -> None:
         growing.optimizer.load_state_dict({"state": states, "param_groups": groups})
         growing.asked.schedulers[0].load_state_dict(header["schedule"])
         growing.history = [Report(**report) for report in header["history"]]
-        for number, each in enumerate(generators(growing.host, growing.asked.data)):
-            each.set_state(tensors[f"rng.{number}"])
+        for place, each in enumerate(generators(growing.host, growing.asked.data)):
+            each.set_state(tensors[f"rng.{place}"])
         python, numpy = header["python"], header["numpy"]
         random.setstate((python[0], tuple(python[1]), python[2]))
         np.random.set_state((numpy[0], np.array(numpy[1], np.uint32), *numpy[2:]))
