@@ -99,7 +99,7 @@ class Growing:
             self.policy, self.every = asked.policy(self.spec, paths), asked.preview_every(self.spec)
         self.compute = Compute(self.cost.flops, asked.epochs, share(asked.flops, 1.0, "trainings"))
         name = asked.objective
-        self.objective = None if name is None else find_objective(name.replace("-", "_"))
+        self.objective = None if name is None else find_objective(str(name).replace("-", "_"))
         self._learned = isinstance(self.policy, Learned)
         if self._learned and (asked.loss is None or self.objective is None):
             raise EsperError("a learned controller reads losses: pass loss=, data= and objective=, "
