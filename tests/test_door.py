@@ -747,12 +747,17 @@ def test_two_ranks_stay_equal_through_births_blends_and_prunes(tmp_path: Path) -
         assert word in said[0][0]
 
 
+def joined(**options: Any) -> tuple[Loop, Any]:
+    """A loop whose optimizer has just been given a seed."""
+    loop = Loop(controller=Script(e0=("GERMINATE", 0, "mlp_small")), **options)
+    while not loop.growing.joined:
+        loop.epoch()
+    return loop, loop.growing
+
+
 def test_a_seed_that_joined_since_leaves_the_optimizer_when_growth_is_taken_back() -> None:
     """It broke in the first epoch of its ramp: the last good epoch knows it, but not in the optimizer."""
-    loop = Loop(controller=Script(e0=("GERMINATE", 0, "mlp_small")))
-    growing = loop.growing
-    while not growing.joined:
-        loop.epoch()
+    loop, growing = joined()
     assert not growing.good.joined
     with torch.no_grad():
         next(iter(growing.grafts[0].seed.parameters())).fill_(math.nan)
@@ -764,10 +769,7 @@ def test_a_seed_that_joined_since_leaves_the_optimizer_when_growth_is_taken_back
 @pytest.mark.parametrize("form", ["keyword", "position"])
 def test_seeds_are_clipped_behind_a_closure(form: str) -> None:
     """Lightning computes gradients inside `optimizer.step`."""
-    loop = Loop(controller=Script(e0=("GERMINATE", 0, "mlp_small")), optimizer="sgd")
-    growing = loop.growing
-    while not growing.joined:
-        loop.epoch()
+    loop, growing = joined(optimizer="sgd")
     for group in loop.optimizer.param_groups:
         group |= {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     own = list(growing.grafts[0].seed.parameters())
@@ -806,10 +808,7 @@ def test_an_evaluation_that_draws_sees_the_same_draws_with_and_without_a_seed() 
 
 
 def test_gradients_are_kept_from_evaluations_that_make_some() -> None:
-    loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")))
-    growing = loop.growing
-    while not growing.joined:
-        loop.epoch()
+    loop, growing = joined()
     loop.optimizer.step()
     F.cross_entropy(loop.model(loop.x), Y).backward()
     parameters = [*loop.model.parameters(), *growing.grafts[0].seed.parameters()]

@@ -81,7 +81,7 @@ def incubate(growing: "Growing", epoch: float) -> None:
 def preview(growing: "Growing", whole: Tensor, epoch: float) -> Contribution | None:
     """[1, S, K] loss drops of every blueprint in every empty slot, after it learned for a while; None if the
     budget forbids it. `whole` are the samples' scores without any of them."""
-    compute, found = growing.compute, growing.untried()
+    compute, found = growing.compute, growing.unknown(len(growing.spec.blueprints))
     empty = (growing.life.stage[0] == SeedStage.DORMANT).nonzero().flatten().tolist()
     tried = [(slot, number) for slot in empty for number, kind in enumerate(growing.prototypes[slot])
              if kind.cost.params]

@@ -179,7 +179,9 @@ def lightning_callback(monitor: str = "val_loss", mode: str = "min", *, evaluate
             def monitored() -> Tensor:
                 module.eval()
                 with heard(module) as said:
-                    batches = _flat(trainer.val_dataloaders)
+                    loaders = trainer.val_dataloaders
+                    several = isinstance(loaders, (list, tuple))
+                    batches = itertools.chain(*loaders if several else [() if loaders is None else loaders])
                     given = [stepped(module.validation_step, batch) for batch in batches]
                 values = said.get(monitor, given)
                 if not values or not all(isinstance(value, (Tensor, float)) for value in values):
@@ -208,10 +210,6 @@ def lightning_callback(monitor: str = "val_loss", mode: str = "min", *, evaluate
             self.deliver()
 
     return GrowCallback(evaluate, options)
-
-
-def _flat(loaders: Any) -> Iterator[Any]:
-    yield from itertools.chain(*loaders) if isinstance(loaders, (list, tuple)) else loaders or ()
 
 
 @contextmanager

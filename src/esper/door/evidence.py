@@ -54,7 +54,11 @@ def by_sample(returned: Any, objective: Objective | None, samples: int | None = 
             "a tuple; pass objective= to attach, or return a number or one for each sample"
             if objective is None else "no tuple; with an objective it returns (outputs, labels)"))
     try:
-        values = _told(returned) if objective is None else _judged(objective, *returned)
+        if objective is None:
+            told = torch.as_tensor(returned, dtype=torch.float64).detach().flatten().cpu()
+            values = torch.stack([-told, told, told])
+        else:
+            values = _judged(objective, *returned)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
         what = ("a number, or one for each sample" if objective is None else
                 "(outputs, labels) of the objective's shapes")
@@ -64,11 +68,6 @@ def by_sample(returned: Any, objective: Objective | None, samples: int | None = 
     if samples not in (None, count := values.shape[1]):
         raise EsperError(f"evaluate() scored {count} samples and {samples} before; always score all")
     return values
-
-
-def _told(score: Any) -> Tensor:
-    values = torch.as_tensor(score, dtype=torch.float64).detach().flatten().cpu()
-    return torch.stack([-values, values, values])
 
 
 def _judged(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ class Growing:
         self.history: list[Report] = []
         self.active: dict[int, Graft] = {}
         self.scores = torch.full((2, len(SCORES)), torch.nan)  # the epoch before, and the last
-        self.gains, self.previews, self.candidates = self._unknown(), self._unknown(), self.untried()
+        self.gains, self.previews, self.candidates = self.unknown(), self.unknown(), self.unknown(
+            len(self.spec.blueprints))
         self._evaluate: Evaluate = float  # of the epoch that ends
         self._steps, self._broke, self.closed, self._busy, self._first = 0, False, False, False, ""
         self._home = home(self.host)
@@ -126,12 +127,9 @@ class Growing:
         self._hooks += [optimizer.register_step_pre_hook(self._before_step),
                         optimizer.register_step_post_hook(self._after_step)]
 
-    def _unknown(self, *more: int) -> Contribution:
+    def unknown(self, *more: int) -> Contribution:
         nothing = torch.zeros(1, len(self.places), *more)
         return Contribution(nothing, nothing.clone(), nothing > 0)
-
-    def untried(self) -> Contribution:
-        return self._unknown(len(self.spec.blueprints))
 
     def _wait(self) -> Tensor:
         return expand_actions(self.spec, torch.tensor([self.spec.action(LifecycleOp.WAIT)]))
@@ -250,7 +248,7 @@ class Growing:
 
     def _measure(self) -> float:
         """The scores, what each seed is worth in them, and what could grow."""
-        self.gains, self.previews = self._unknown(), self._unknown()
+        self.gains, self.previews = self.unknown(), self.unknown()
         epoch = self.asked.shadow_steps / self._steps
         incubate(self, epoch)
         with torch.no_grad():

@@ -85,11 +85,9 @@ def restore(growing: "Growing", header: dict[str, Any], tensors: dict[str, Tenso
         setattr(growing.life, name, tensors[f"life.{name}"])
     for name in getattr(growing.policy, "memory", ()):
         setattr(growing.policy, name, tensors.get(f"policy.{name}"))
-    seen = {name: tensors[f"candidates.{name}"] for name in vars(growing.candidates)}
-    growing.candidates = Contribution(**seen)
-    growing.life.epoch, growing.life.open = int(header["epoch"]), bool(header.get("open", True))
-    growing.compute.spent = float(header["spent"])
-    growing.scores = tensors["scores"]
+    growing.candidates = Contribution(*(tensors[f"candidates.{name}"] for name in vars(growing.candidates)))
+    growing.life.epoch, growing.life.open = int(header["epoch"]), bool(header["open"])
+    growing.compute.spent, growing.scores = float(header["spent"]), tensors["scores"]
     for slot in growing.life.planted[0].nonzero().flatten().tolist():
         growing.plant(slot, tensors[f"seed.{slot}"])
     for slot in header["joined"]:
