@@ -42,7 +42,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": IDS[index], "labels": IDS[index]}
 
 
-def hugging(folder: Path, controller: Any = None, go_on: bool = False, epochs: int = 7, evaluate: bool = True, **arguments: Any) -> tuple[Any, Any]:
+def hugging(folder: Path, controller: Any = None, go_on: Path | None = None, epochs: int = 7, evaluate: bool = True, **arguments: Any) -> tuple[Any, Any]:
     """A small GPT-2, trained with warm-up, clipping and accumulated gradients."""
     hf.set_seed(0)
     model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
@@ -51,7 +51,7 @@ def hugging(folder: Path, controller: Any = None, go_on: bool = False, epochs: i
         output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=8, per_device_eval_batch_size=16,
         use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no", **settings), train_dataset=Rows(), eval_dataset=Rows() if evaluate else None)
     callback = None if controller is None else trainer_callback(trainer, controller=controller, shadow_steps=3)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-9") if go_on else None)
+    trainer.train(resume_from_checkpoint=go_on and str(go_on))
     return trainer, callback
 
 
@@ -86,10 +86,38 @@ def test_a_trainer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "whole" / "checkpoint-9"
     saved = torch.load(path / "optimizer.pt")
     assert sum(len(group["params"]) for group in saved["param_groups"]) == len(list(whole.model.parameters())), "without seeds"
-    again, second = hugging(tmp_path / "whole", Script(**GROW), go_on=True)
+    again, second = hugging(tmp_path / "whole", Script(**GROW), go_on=path)
     assert equal(whole.model, again.model)
     assert equal(first.grown, second.grown)
     assert [r.decision for r in second.growing.history] == [r.decision for r in first.growing.history[3:]]
+    with pytest.raises(EsperError, match="resume in the output_dir"):
+        hugging(tmp_path / "elsewhere", Script(**GROW), go_on=path)
+
+
+def test_a_callback_serves_again(tmp_path: Path) -> None:
+    """What an earlier training delivered, or went on from, is not taken for the next one's."""
+    trainer, callback = hugging(tmp_path / "first", "wait", epochs=1)
+    first, callback.saved = callback.grown, None
+    trainer.train()
+    assert callback.grown is not first
+    assert not any(m._forward_hooks for m in trainer.model.modules())
+    _, growth, _ = lightning(tmp_path / "second", "wait", epochs=1)
+    first, other = growth.grown, Rings()
+    with torch.no_grad():
+        other.net[2].bias.copy_(torch.tensor([9.0, -9.0]))
+    fit(other, [growth], 1)
+    assert growth.grown is not first
+    assert equal(growth.grown, other)
+    assert growth.growing.history[-1].score < -1, "of the other module"
+
+
+def test_a_loader_with_a_generator_of_its_own_draws_as_before(tmp_path: Path) -> None:
+    modules = []
+    for callbacks in ([], [lightning_callback(controller="wait", slots=["net.0"])]):
+        pl.seed_everything(0, verbose=False)
+        modules.append(Rings())
+        fit(modules[-1], callbacks, 2, DataLoader(TensorDataset(X, Y), 8, shuffle=True, generator=torch.Generator().manual_seed(1)))
+    assert equal(*modules)
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
@@ -131,6 +159,12 @@ def lightning(folder: Path, controller: Any = None, go_on: str | None = None, ep
                          accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=[*([callback] if callback else []), keep], **settings)
     trainer.fit(module, DataLoader(TensorDataset(X, Y), 8, shuffle=shuffle), DataLoader(TensorDataset(X, Y), 16), ckpt_path=go_on)
     return module, callback, trainer
+
+
+def fit(module: pl.LightningModule, callbacks: list[Any], epochs: int, data: Any = None) -> None:
+    trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+                         enable_checkpointing=False, callbacks=callbacks)
+    trainer.fit(module, data or DataLoader(TensorDataset(X, Y), 48), DataLoader(TensorDataset(X, Y), 16))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

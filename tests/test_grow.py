@@ -1,6 +1,7 @@
 """`esper.grow`: a model and two loaders in, a grown model out; killed and resumed, the same bits."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,59 @@ def test_an_optimizer_of_ones_own_keeps_its_rate() -> None:
     assert grown.history[-1].score < 0, "minus the loss"
 
 
+def test_a_mind_leads_it() -> None:
+    grown = run(controller="tamiyo-small", objective="classification", epochs=6, previews=0, score=lambda model, batch: (model(batch[0]), batch[1]))
+    assert "GERMINATE" in str(grown)
+    accuracy = float((grown.module.eval()(X[300:]).argmax(1) == Y[300:]).double().mean())
+    assert 0 < accuracy <= 1
+
+
+class Stream(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(X[:40], Y[:40], strict=True)
+
+
+def test_streams_have_no_length() -> None:
+    data = DataLoader(Stream(), 8)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
+    grown = esper.grow(model, data, data, loss, epochs=8, slots="0", shadow_steps=6, controller={"0": "norm"})
+    assert grown.history[-1].params > 0
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.inner(self.embed(x)))
+        return out
+
+
+def test_tied_weights_and_a_loader_with_a_generator_of_its_own_go_on_bit_for_bit(tmp_path: Path) -> None:
+    tokens = torch.arange(40) % 5
+
+    def once(epochs: int, folder: Path | None) -> Grown:
+        torch.manual_seed(0)
+        data = DataLoader(TensorDataset(tokens, tokens), 8, shuffle=True, generator=torch.Generator().manual_seed(1))
+        return esper.grow(Tied(), data, [(tokens, tokens)], loss, epochs=4, slots="inner", folder=folder,
+                          tell=lambda report: stop(report.epoch + 1 == epochs))
+
+    def stop(now: bool) -> None:
+        if now:
+            raise Killed
+
+    whole = once(9, None)
+    with pytest.raises(Killed):
+        once(3, tmp_path)
+    assert once(9, tmp_path).history == whole.history
+
+
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"train": []}, "train yields no batches"), ({"validation": []}, "validation yields no batches"),
-    ({"train": iter([(X, Y)])}, "train can be iterated over only once"), ({"slots": ["9"]}, "no submodule '9'"), ({"epochs": 0}, "at least 1")])
+    ({"train": iter([(X, Y)])}, "train can be iterated over only once"), ({"slots": ["9"]}, "no submodule '9'"), ({"epochs": 0}, "at least 1"),
+    ({"schedulers": []}, "grow has schedulers of its own"), ({"objective": "classification"}, "pass a score")])
 def test_what_cannot_be_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 2))
     settings: dict[str, Any] = {"train": [(X, Y)], "validation": [(X, Y)], "loss": loss, "epochs": 2, "slots": ["0"]} | change

@@ -24,7 +24,6 @@ def live(kind: str = "blocks", epochs: int = 4, **options: Any) -> tuple[Loop, A
     loop = Loop(kind, controller=script, **incubating(Loop(kind)) | options)
     for _ in range(epochs):
         loop.epoch()
-    assert loop.growing is not None
     assert list(loop.growing.active) == [0]
     return loop, loop.growing
 
@@ -32,7 +31,6 @@ def live(kind: str = "blocks", epochs: int = 4, **options: Any) -> tuple[Loop, A
 def reference(loop: Loop) -> tuple[nn.Module, Any]:
     """The same network with its live seed as a plain part of it, and that part."""
     growing = loop.growing
-    assert growing is not None
     path, graft = growing.places[0].path, copy.deepcopy(growing.active[0])
     plain = copy.deepcopy(loop.model)
     for module in plain.modules():
@@ -67,7 +65,6 @@ def test_gradients_of_seeds_are_those_of_a_plain_network(how: str) -> None:
         scaler.unscale_(loop.optimizer)
         (128.0 * loss(plain, slice(0, 60))).backward()
         for parameter in part.parameters():
-            assert parameter.grad is not None
             parameter.grad /= 128.0
     else:
         factor = 50.0 if how == "clipped" else 1.0
@@ -202,7 +199,6 @@ def test_a_loss_that_is_no_number() -> None:
     loop = Loop(controller=Script(e0=("GERMINATE", 0, "norm")), **options | {"loss": lambda net, batch: options["loss"](net, batch) * next(sometimes)})
     for _ in range(3):
         loop.epoch()
-    assert loop.growing is not None
     assert all(bool(p.isfinite().all()) for p in loop.growing.grafts[0].parameters()), "single batches are left out"
 
     model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 3))
@@ -230,7 +226,6 @@ def test_a_model_compiled_by_aot_autograd_waits_and_grows() -> None:
 
     same(trained(None).state() | {"mode": ""}, trained("wait").state() | {"mode": ""})
     growing = trained(GROW).growing
-    assert growing is not None
     assert growing.history[-1].params > 0
     with torch.no_grad():
         wanted = growing.model.eval()(X)

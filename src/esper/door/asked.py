@@ -1,5 +1,6 @@
 """What users pass to the door, checked and brought to one form."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.objectives import Objective, find_objective
 from esper.leyline import ActionSpec, EsperError
 from esper.tamiyo import POLICIES, Learned, Planned, PolicyBundle, named_policies
 from esper.tamiyo.minds import member_for, read_mind, shipped
@@ -83,21 +83,16 @@ class Asked:
             return self.previews or 0
         return int(member_for(spec, read_mind(str(self.controller))).about["run"]["config"]["preview_every"])
 
-    @property
-    def judge(self) -> Objective | None:
-        return None if self.objective is None else find_objective(self.objective.replace("-", "_"))
-
-    def batches(self, steps: int) -> Iterator[Any]:
-        """So many; from the beginning again when they end."""
-        done = 0
-        while done < steps:
-            before = done
-            for batch in self.data or ():
+    def batches(self) -> Iterator[Any]:
+        """`shadow_steps` of them, from the beginning again when they end."""
+        assert self.data is not None
+        left = self.shadow_steps
+        while left:
+            before = left
+            for batch in itertools.islice(self.data, left):
+                left -= 1
                 yield batch
-                done += 1
-                if done == steps:
-                    return
-            if done == before:
+            if left == before:
                 raise EsperError("data yields no batches, or can be iterated over only once; "
                                  "pass a list or a DataLoader")
 
@@ -121,6 +116,7 @@ def share(given: str | float | None, of: float, what: str) -> float:
 def gradients_kept(model: nn.Module) -> Iterator[None]:
     """Accumulated gradients are the user's."""
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
     try:
         yield
     finally:

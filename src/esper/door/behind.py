@@ -45,15 +45,15 @@ def alone(growing: "Growing", slot: int, graft: Graft, alpha: float) -> Iterator
         del growing.active[slot]
 
 
-def learn(growing: "Growing", slot: int, graft: Graft, alpha: float, steps: int) -> None:
-    """Train a seed for so many batches, and nothing else; batches whose loss is no number are left out."""
+def learn(growing: "Growing", slot: int, graft: Graft, alpha: float) -> None:
+    """Train a seed for a while, and nothing else; batches whose loss is no number are left out."""
     own, loss_of, lr = list(graft.seed.parameters()), growing.asked.loss, growing.group(slot)["lr"]
     assert loss_of is not None
     tiny = max((torch.finfo(p.dtype).tiny for p in own), default=0.0)  # 1e-8 is 0 in float16, and 0 / 0 NaN
-    optim = torch.optim.AdamW(own, lr=min(lr or HIGHEST / 10, HIGHEST), eps=max(1e-8, tiny))
+    optim = torch.optim.AdamW(own, lr=min(float(lr) or HIGHEST / 10, HIGHEST), eps=max(1e-8, tiny))
     learned = False
     with alone(growing, slot, graft, alpha), torch.enable_grad():
-        for batch in growing.asked.batches(steps):
+        for batch in growing.asked.batches():
             loss = loss_of(growing.model.eval(), batch)
             if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
                 raise EsperError("loss(model, batch) must return one number that has a gradient")
@@ -74,15 +74,14 @@ def incubate(growing: "Growing", epoch: float) -> None:
     compute = growing.compute
     for slot in growing.incubating if growing.asked.loss is not None else ():
         if compute.spent + growing.promised + (again := compute.share(0, epoch, behind=1)) <= compute.most:
-            learn(growing, slot, growing.grafts[slot], float(growing.life.target[0, slot]),
-                  growing.asked.shadow_steps)
             compute.spent += again
+            learn(growing, slot, growing.grafts[slot], float(growing.life.target[0, slot]))
 
 
 def preview(growing: "Growing", whole: Tensor, epoch: float) -> Contribution | None:
     """[1, S, K] loss drops of every blueprint in every empty slot, after it learned for a while; None if the
     budget forbids it. `whole` are the samples' scores without any of them."""
-    spec, compute, steps = growing.spec, growing.compute, growing.asked.shadow_steps
+    compute, found = growing.compute, growing.unknown(len(growing.spec.blueprints))
     empty = (growing.life.stage[0] == SeedStage.DORMANT).nonzero().flatten().tolist()
     tried = [(slot, number) for slot in empty for number, kind in enumerate(growing.prototypes[slot])
              if kind.cost.params]
@@ -91,14 +90,12 @@ def preview(growing: "Growing", whole: Tensor, epoch: float) -> Contribution | N
     if compute.spent + growing.promised + cost > compute.most:
         return None
     compute.spent += cost
-    nothing, alpha = torch.zeros(1, spec.slots, len(spec.blueprints)), ALPHA_TARGETS[
-        spec.defaults[Head.ALPHA_TARGET]]
-    found = Contribution(nothing, nothing.clone(), nothing > 0)
+    alpha = ALPHA_TARGETS[growing.spec.defaults[Head.ALPHA_TARGET]]
     for slot, number in tried:
         key = mix(torch.tensor([growing.asked.seed]), 1 + slot, growing.life.germinations[:, slot] + 1)
         kind = growing.prototypes[slot][number]
         graft = growing.graft(slot, kind, kind.fresh(key)[0])
-        learn(growing, slot, graft, alpha, steps)
+        learn(growing, slot, graft, alpha)
         with alone(growing, slot, graft, alpha), torch.no_grad():
             note(found, (slot, number), whole[LOSS] - growing.judged(len(whole[0]))[LOSS])
     return found

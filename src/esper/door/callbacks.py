@@ -52,15 +52,16 @@ class Guest:
         self.saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, **found: Any) -> None:
-        with untouched(model):
-            asked = found | self.options
+        asked, self.grown = found | self.options, None
+        with untouched(model, asked["data"]):
             if "example" not in asked:
                 asked["example"] = next(iter(asked["data"]))
             growing = self.growing = attach(model, optimizer, **asked)
         self.hook = optimizer.register_state_dict_post_hook(self._without_seeds)
         if self.saved is not None:
-            restore(growing, *self.saved, FILE)
-            for name, value in self.saved[1].items():
+            (header, tensors), self.saved = self.saved, None
+            restore(growing, header, tensors, FILE)
+            for name, value in tensors.items():
                 if name.startswith("optimizer."):
                     _, slot, number, key = name.split(".", 3)
                     parameter = list(growing.grafts[int(slot)].seed.parameters())[int(number)]
@@ -123,6 +124,9 @@ def trainer_callback(trainer: Any, *, evaluate: Evaluate | None = None, **option
             path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / FILE
             if state.global_step and path.exists():
                 self.saved = read_state(path, "growing")
+            elif "esper" in state.stateful_callbacks:
+                raise EsperError(f"{path} is missing; resume in the output_dir that holds the checkpoint")
+            state.stateful_callbacks["esper"] = {}  # lies in every checkpoint
             bare = [getattr(trainer.optimizer, "optimizer", trainer.optimizer),
                     getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)]
             self.begin(trainer.model_wrapped, bare[0], epochs=state.num_train_epochs, loss=loss,
@@ -175,7 +179,9 @@ def lightning_callback(monitor: str = "val_loss", mode: str = "min", *, evaluate
             def monitored() -> Tensor:
                 module.eval()
                 with heard(module) as said:
-                    batches = _flat(trainer.val_dataloaders)
+                    loaders = trainer.val_dataloaders
+                    several = isinstance(loaders, (list, tuple))
+                    batches = itertools.chain(*loaders if several else [() if loaders is None else loaders])
                     given = [stepped(module.validation_step, batch) for batch in batches]
                 values = said.get(monitor, given)
                 if not values or not all(isinstance(value, (Tensor, float)) for value in values):
@@ -184,15 +190,14 @@ def lightning_callback(monitor: str = "val_loss", mode: str = "min", *, evaluate
                 told = torch.tensor([float(value) for value in values], dtype=torch.float64)
                 return -told if mode == "min" else told
 
-            self.evaluate = self.evaluate or monitored
+            self.score = self.evaluate or monitored
             epochs = {"epochs": trainer.max_epochs} if (trainer.max_epochs or 0) > 0 else {}
             self.begin(trainer.model, trainer.optimizers[0], loss=loss, data=trainer.train_dataloader,
                        schedulers=[config.scheduler for config in trainer.lr_scheduler_configs], **epochs)
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             assert self.growing is not None
-            assert self.evaluate is not None
-            self.growing.end_epoch(self.evaluate)
+            self.growing.end_epoch(self.score)
 
         def state_dict(self) -> dict[str, Any]:
             return {} if self.growing is None else dict(zip(("header", "tensors"), self.state(), strict=True))
@@ -205,10 +210,6 @@ def lightning_callback(monitor: str = "val_loss", mode: str = "min", *, evaluate
             self.deliver()
 
     return GrowCallback(evaluate, options)
-
-
-def _flat(loaders: Any) -> Iterator[Any]:
-    yield from itertools.chain(*loaders) if isinstance(loaders, (list, tuple)) else loaders or ()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is measured at the door, and what users are told of it.
+"""What is measured at the door, and what users and policies are told of it.
 
 Scores are an objective's of every sample, [3, n]: loss, score, smooth. Without an objective users give one
 number, which stands for all three.
@@ -6,15 +6,22 @@ number, which stands for all three.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from esper.kasmina.objectives import Objective
-from esper.leyline import Contribution, EsperError
+from esper.leyline import Contribution, EsperError, SeedStage
+from esper.leyline.keys import Purpose, mix
+from esper.leyline.views import Facts, Seeds, View
+
+if TYPE_CHECKING:
+    from esper.door.growing import Growing
 
 LOSS, SCORE, SMOOTH = range(3)
+AT_ONCE = 2**24
+"""Outputs that are judged at a time."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,11 @@ def by_sample(returned: Any, objective: Objective | None, samples: int | None = 
             "a tuple; pass objective= to attach, or return a number or one for each sample"
             if objective is None else "no tuple; with an objective it returns (outputs, labels)"))
     try:
-        values = _told(returned) if objective is None else _judged(objective, *returned)
+        if objective is None:
+            told = torch.as_tensor(returned, dtype=torch.float64).detach().flatten().cpu()
+            values = torch.stack([-told, told, told])
+        else:
+            values = _judged(objective, *returned)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
         what = ("a number, or one for each sample" if objective is None else
                 "(outputs, labels) of the objective's shapes")
@@ -59,22 +70,22 @@ def by_sample(returned: Any, objective: Objective | None, samples: int | None = 
     return values
 
 
-def _told(score: Any) -> Tensor:
-    values = torch.as_tensor(score, dtype=torch.float64).detach().flatten().cpu()
-    return torch.stack([-values, values, values])
-
-
 def _judged(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
-    labels, outputs = labels.detach().cpu(), outputs.detach().float().cpu()
+    labels, outputs = labels.detach().cpu(), outputs.detach()
     if objective.label_dtype.is_floating_point:  # standardised, as tasks are
-        labels, outputs = labels.float().flatten(), outputs.reshape(-1, 1)
+        labels, outputs = labels.float().flatten(), outputs.float().cpu().reshape(-1, 1)
         mean, spread = labels.mean(), labels.std().clamp(min=1e-12)
         labels, outputs = (labels - mean) / spread, (outputs - mean) / spread
     objective.check(labels.flatten(), outputs.shape[-1])
     if objective.tokens:
         shares = labels.flatten().bincount() / labels.numel()
         objective = replace(objective, entropy=float(torch.special.entr(shares).sum()))
-    return objective.samples(outputs.unsqueeze(1), labels.unsqueeze(1)).squeeze(2).double()
+    if len(outputs) != len(labels):
+        raise ValueError
+    size = max(1, AT_ONCE // outputs[0].numel())  # logits of many tokens: whole copies would not fit
+    parts = [objective.samples(some.float().cpu().unsqueeze(1), their.unsqueeze(1)) for some, their in
+             zip(outputs.split(size), labels.split(size), strict=True)]
+    return torch.cat(parts, 1).squeeze(2).double()
 
 
 def settled(values: Tensor, objective: Objective | None) -> Tensor:
@@ -83,3 +94,23 @@ def settled(values: Tensor, objective: Objective | None) -> Tensor:
     if objective is None:
         return means + torch.tensor([float(0 <= means[SCORE] <= 1), 0, 0])
     return objective.settle(means[:, None])[:, 0]
+
+
+def seen(growing: "Growing") -> View:
+    """What policies read: the same as in a population, of one row."""
+    life, asked, one, clock = growing.life, growing.asked, torch.ones(1), torch.tensor([growing.life.epoch])
+    costs = torch.zeros(1, growing.spec.slots, 2)
+    for slot in growing.grafts:
+        costs[0, slot] = torch.tensor([growing.kind(slot).cost.params, growing.kind(slot).cost.flops])
+    table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in growing.prototypes])
+    told = torch.tensor([[p.descriptor for p in row] for row in growing.prototypes])
+    empty = (life.stage == SeedStage.DORMANT)[..., None]
+    candidates = Contribution(*(tensor * empty for tensor in vars(growing.candidates).values()))
+    facts = Facts(growing.cost, growing.scores[1:], growing.scores[:1], one * growing.compute.spent, costs,
+                  growing.gains, growing.previews, told, table, candidates if growing.every else None)
+    return View(spec=growing.spec, luck=mix(torch.tensor([asked.seed]), Purpose.LUCK),
+                price=one * asked.price, flop_price=one * 0, horizon=torch.tensor([asked.epochs]),
+                clock=clock, done=clock >= asked.epochs, verdicts=life.verdicts(),
+                free_targets=life.free_targets(), facts=facts,
+                seeds=Seeds(**{name: getattr(life, name).clone() for name in Seeds.__dataclass_fields__}),
+                settling=life.gates.min_training + life.gates.min_holding + 1)

@@ -92,7 +92,7 @@ def _written(name: str, net: nn.Module, batch: Batch, place: Path) -> Written:
         why = " ".join(str(error).split())[:160] or type(error).__name__
         raise EsperError(f"the {name} format cannot hold this model ({why}); nothing was written") from error
     if not all(difference <= within for difference in differences):
-        raise EsperError(f"{file} differs from the network by {differences[-1]:.1e}, more than {within}; "
+        raise EsperError(f"{file} differs from the network by {max(differences):.1e}, more than {within}; "
                          "nothing was written")
     return Written(file, use, max(differences), len(differences) > 1)
 

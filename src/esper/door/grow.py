@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from esper.door.asked import Loss
 from esper.door.evidence import Report
 from esper.door.growing import Growing, attach
 from esper.door.keeping import restore, state
+from esper.door.places import generators
 from esper.leyline import EsperError
 from esper.leyline.storage import decoding, read_state, write_state
 
@@ -47,19 +48,23 @@ class Grown:
 
 
 def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss: Loss, *, epochs: int = 30,
-         score: Loss | None = None, optimizer: torch.optim.Optimizer | None = None, lr: float = 1e-3,
-         folder: str | Path | None = None, patience: int = 0, tell: Callable[[Report], object] | None = None,
-         **options: Any) -> Grown:
+         score: Callable[[nn.Module, Any], Any] | None = None, optimizer: torch.optim.Optimizer | None = None,
+         lr: float = 1e-3, folder: str | Path | None = None, patience: int = 0,
+         tell: Callable[[Report], object] | None = None, **options: Any) -> Grown:
     """Train a model and let it grow; returns it with what was kept.
 
     train, validation: batches to iterate over again and again, such as DataLoaders.
     loss: `loss(model, batch)`, a number with a gradient; score: likewise without one, or a number for each
-    sample, higher is better (default: minus the loss).
+    sample, higher is better (default: minus the loss); with an objective it returns (outputs, labels).
     optimizer: AdamW with a learning rate of `lr`, warm-up and a cosine, unless you pass one.
     folder: keeps a checkpoint after every epoch, and goes on from the one that is there, bit for bit.
     patience: stop after so many epochs without a better score; 0 is never. tell: called with each report.
     options: of `attach`.
     """
+    if taken := options.keys() & {"example", "data", "schedulers"}:
+        raise EsperError(f"grow has {' and '.join(sorted(taken))} of its own; leave it out, or use attach")
+    if options.get("objective") and score is None:
+        raise EsperError("with an objective, pass a score that returns (outputs, labels) of a batch")
     rated, _ = optimizer is None, _length(validation, "validation")
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=lr)
     steps = max(1, epochs) * _length(train, "train")
@@ -70,12 +75,15 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     if path is not None and path.exists():
-        _load(path, model, optimizer, schedule, growing)
+        _load(path, growing)
 
-    def evaluate() -> Tensor:
+    def evaluate() -> Tensor | tuple[Tensor, Tensor]:
         with torch.no_grad():
             model.eval()
             parts = [score(model, batch) if score else -loss(model, batch) for batch in validation]
+        if growing.objective is not None:
+            outputs, labels = zip(*parts, strict=True)
+            return torch.cat(outputs), torch.cat(labels)
         return torch.cat([part.detach().double().reshape(-1).cpu() for part in parts])
 
     while len(growing.history) < epochs and not _stalled(growing.history, patience):
@@ -94,7 +102,7 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
         if tell is not None:
             tell(report)
         if path is not None:
-            _save(path, model, optimizer, schedule, growing)
+            _save(path, growing)
     history = growing.history
     kept = sum(p.numel() for graft in growing.kept.values() for p in graft.parameters())
     return Grown(growing.deliver(), history, kept)
@@ -102,7 +110,10 @@ def grow(model: nn.Module, train: Iterable[Any], validation: Iterable[Any], loss
 
 def _length(batches: Iterable[Any], what: str) -> int:
     once = iter(batches) is batches
-    count = 0 if once else len(batches) if isinstance(batches, Sized) else sum(1 for _ in batches)
+    try:
+        count = 0 if once else len(cast(Sized, batches))
+    except TypeError:  # loaders of streams have a length that cannot be asked for
+        count = sum(1 for _ in batches)
     if not count:
         raise EsperError(f"{what} {'can be iterated over only once' if once else 'yields no batches'}; "
                          "pass a list or a DataLoader")
@@ -119,24 +130,25 @@ def _stalled(history: list[Report], patience: int) -> bool:
     return bool(patience) and len(scores) > patience and max(scores[:-patience]) >= max(scores[-patience:])
 
 
-def _save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any,
-          growing: Growing) -> None:
+def _save(path: Path, growing: Growing) -> None:
     """Everything in one file, which appears whole or not at all."""
-    kept, (grown, seeds) = optimizer.state_dict(), state(growing)
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    kept, (grown, seeds) = growing.optimizer.state_dict(), state(growing)
+    tensors = {f"model.{name}": value for name, value in growing.model.state_dict().items()}
     tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value)
                 for number, state in kept["state"].items()
                 for name, value in state.items() if value is not None}
-    tensors |= {f"growing.{name}": value for name, value in seeds.items()} | {"rng": torch.get_rng_state()}
+    tensors |= {f"growing.{name}": value for name, value in seeds.items()}
+    drawn = generators(growing.host, growing.asked.data)
+    tensors |= {f"rng.{number}": each.get_state() for number, each in enumerate(drawn)}
     numpy: Any = np.random.get_state()
-    header = {"growing": grown, "groups": kept["param_groups"], "schedule": schedule.state_dict(),
+    header = {"growing": grown, "groups": kept["param_groups"],
+              "schedule": growing.asked.schedulers[0].state_dict(),
               "python": random.getstate(), "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],
               "history": [vars(report) for report in growing.history]}
-    write_state(path, "grow", header, {name: value.detach().cpu() for name, value in tensors.items()})
+    write_state(path, "grow", header, {name: value.detach().cpu().clone() for name, value in tensors.items()})
 
 
-def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any,
-          growing: Growing) -> None:
+def _load(path: Path, growing: Growing) -> None:
     header, tensors = read_state(path, "grow")
     with decoding(path, "grow"):
         def under(prefix: str) -> dict[str, Tensor]:
@@ -144,17 +156,18 @@ def _load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedu
                     if name.startswith(prefix)}
 
         restore(growing, header["growing"], under("growing."), str(path))
-        model.load_state_dict(under("model."))
+        growing.model.load_state_dict(under("model."))
         states: dict[int, dict[str, Tensor]] = {}
         for name, value in under("optimizer.").items():
             number, _, key = name.partition(".")
             states.setdefault(int(number), {})[key] = value
         groups = [{key: tuple(value) if key == "betas" else value for key, value in group.items()}
                   for group in header["groups"]]
-        optimizer.load_state_dict({"state": states, "param_groups": groups})
-        schedule.load_state_dict(header["schedule"])
+        growing.optimizer.load_state_dict({"state": states, "param_groups": groups})
+        growing.asked.schedulers[0].load_state_dict(header["schedule"])
         growing.history = [Report(**report) for report in header["history"]]
-        torch.set_rng_state(tensors["rng"])
+        for place, each in enumerate(generators(growing.host, growing.asked.data)):
+            each.set_state(tensors[f"rng.{place}"])
         python, numpy = header["python"], header["numpy"]
         random.setstate((python[0], tuple(python[1]), python[2]))
         np.random.set_state((numpy[0], np.array(numpy[1], np.uint32), *numpy[2:]))

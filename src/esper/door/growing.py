@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from esper.door.asked import Asked, Evaluate, gradients_kept, refuse_vanishing, share
 from esper.door.behind import CLIP, Compute, alone, incubate, preview
-from esper.door.evidence import SCORE, SMOOTH, Report, by_sample, note, settled
+from esper.door.evidence import SCORE, SMOOTH, Report, by_sample, note, seen, settled
 from esper.door.keeping import LastGood, restore, state
 from esper.door.places import SlotHook, bare, find_places, home, untouched
 from esper.door.ranks import Ranks
@@ -24,6 +24,7 @@ from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import find_blueprint, kind_of, names_for
 from esper.kasmina.foreign import grow_behind
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
+from esper.kasmina.objectives import find_objective
 from esper.leyline import (
     ActionSpec,
     Contribution,
@@ -34,9 +35,9 @@ from esper.leyline import (
     SeedStage,
     Style,
 )
-from esper.leyline.keys import Purpose, mix
+from esper.leyline.keys import mix
 from esper.leyline.storage import decoding, read_state, write_state
-from esper.leyline.views import SCORES, Facts, Seeds, View
+from esper.leyline.views import SCORES
 from esper.tamiyo import Learned
 
 
@@ -75,8 +76,8 @@ class Growing:
                  asked: Asked) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
             raise EsperError("attach takes an nn.Module and the torch optimizer that trains it")
-        if (name := type(optimizer).__name__) in ("LBFGS", "Muon", "SparseAdam"):
-            raise EsperError(f"{name} cannot train what grows; attach the AdamW or SGD that trains the rest")
+        if (kind := type(optimizer).__name__) in ("LBFGS", "Muon", "SparseAdam"):
+            raise EsperError(f"{kind} cannot train what grows; attach the AdamW or SGD that trains the rest")
         refuse_vanishing(optimizer)
         self.model, self.optimizer, self.asked, self.host = model, optimizer, asked, bare(model)
         self.ranks = Ranks(model)
@@ -95,9 +96,10 @@ class Growing:
         paths = [place.path for place in self.places]
         self.most = share(asked.budget, self.cost.params, "parameters")
         with untouched(self.host):  # networks are born with random weights, then loaded
-            self.policy, self._every = asked.policy(self.spec, paths), asked.preview_every(self.spec)
+            self.policy, self.every = asked.policy(self.spec, paths), asked.preview_every(self.spec)
         self.compute = Compute(self.cost.flops, asked.epochs, share(asked.flops, 1.0, "trainings"))
-        self.objective = asked.judge
+        name = asked.objective
+        self.objective = None if name is None else find_objective(str(name).replace("-", "_"))
         self._learned = isinstance(self.policy, Learned)
         if self._learned and (asked.loss is None or self.objective is None):
             raise EsperError("a learned controller reads losses: pass loss=, data= and objective=, "
@@ -112,12 +114,12 @@ class Growing:
         self.history: list[Report] = []
         self.active: dict[int, Graft] = {}
         self.scores = torch.full((2, len(SCORES)), torch.nan)  # the epoch before, and the last
-        self._gains, self._previews = self._unknown(), self._unknown()
-        self.candidates = self._unknown(len(self.spec.blueprints))
+        self.gains, self.previews, self.candidates = self.unknown(), self.unknown(), self.unknown(
+            len(self.spec.blueprints))
         self._evaluate: Evaluate = float  # of the epoch that ends
         self._steps, self._broke, self.closed, self._busy, self._first = 0, False, False, False, ""
         self._home = home(self.host)
-        self.good: LastGood | None = LastGood(self)
+        self.good: LastGood | None = None  # of the first step, which users may load weights before
         self._hooks: list[Any] = [
             self.host.get_submodule(place.path).register_forward_hook(
                 SlotHook(self.host, self.active, slot, place))
@@ -125,22 +127,35 @@ class Growing:
         self._hooks += [optimizer.register_step_pre_hook(self._before_step),
                         optimizer.register_step_post_hook(self._after_step)]
 
-    def _unknown(self, *more: int) -> Contribution:
+    def unknown(self, *more: int) -> Contribution:
         nothing = torch.zeros(1, len(self.places), *more)
         return Contribution(nothing, nothing.clone(), nothing > 0)
 
     def _wait(self) -> Tensor:
         return expand_actions(self.spec, torch.tensor([self.spec.action(LifecycleOp.WAIT)]))
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy:
             raise EsperError("the optimizer was asked to step inside evaluate() or loss(); leave it out")
-        self.good = self.good or LastGood(self)  # of what was loaded
+        self.good = self.good or LastGood(self)
         if not self.life.open:
             told = self._decide()
             self._first = f"{told}; " * (told != LifecycleOp.WAIT.name)
-        scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it in their step
-        for slot in self.joined:  # seeds have gradient norms of their own, as in a population
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            return self._clip()
+
+        def clipped() -> Any:
+            loss = closure()
+            self._clip()
+            return loss
+
+        return args[:1], kwargs | {"closure": clipped}
+
+    def _clip(self) -> None:
+        """Seeds have gradient norms of their own, as in a population."""
+        scale = float(getattr(self.optimizer, "grad_scale", None) or 1.0)  # fused ones divide by it later
+        for slot in self.joined:
             nn.utils.clip_grad_norm_(self.grafts[slot].seed.parameters(), CLIP * scale)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -163,19 +178,20 @@ class Growing:
             raise EsperError("the optimizer took no step in this epoch; is it the one that trains?")
         epoch, self._busy = self.life.epoch, True
         try:
-            with untouched(self.host, self.asked.data), gradients_kept(self.host):
+            with untouched(self.host, self.asked.data), gradients_kept(
+                    nn.ModuleList([self.host, *self.grafts.values()])):
                 self._evaluate = evaluate
                 score = self._measure()
         finally:
             self._busy = False
-        self.compute.spent += self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), 1)
+        self.compute.spent += self._share(1)
         self._steps = 0
-        gains = {self.places[slot].path: float(self._gains.value[0, slot])
-                 for slot in sorted(self.grafts) if bool(self._gains.known[0, slot])}
+        gains = {self.places[slot].path: float(self.gains.value[0, slot])
+                 for slot in sorted(self.grafts) if bool(self.gains.known[0, slot])}
         finite = {slot: all(bool(p.isfinite().all()) for p in graft.parameters())
                   for slot, graft in self.grafts.items()}  # accuracies hide a NaN
         sound = self.ranks.all_true(not finite or (
-            math.isfinite(score) and all(finite[slot] for slot in self.active)))
+            bool(self._means[:3].isfinite().all()) and all(finite[slot] for slot in self.active)))
         decision, self._first = self._first + (self._go_on(finite) if sound else self._go_back(score)), ""
         self.history.append(Report(epoch, score, decision, gains, self.params))
         return self.history[-1]
@@ -183,7 +199,7 @@ class Growing:
     def _go_on(self, finite: dict[int, bool]) -> str:
         slots, sound = torch.tensor(list(finite), dtype=torch.int64), torch.tensor([*finite.values()]) > 0
         self.life.record_gradients(torch.zeros_like(slots), slots, sound)
-        self.life.end_epoch(self._gains)
+        self.life.end_epoch(self.gains)
         self.scores = torch.stack([self.scores[1], self._means.float()])
         try:
             self._sweep()
@@ -197,7 +213,8 @@ class Growing:
 
     def _go_back(self, score: float) -> str:
         """Growth broke the training: the last good epoch again, without the seeds that were on trial."""
-        if self._broke or self.good is None:
+        assert self.good is not None
+        if self._broke:
             raise EsperError(f"the score is {score} again, although the seeds on trial are gone; "
                              "the training itself diverges")
         self.good.put_back(self)
@@ -205,7 +222,7 @@ class Growing:
         self.life.epoch += 1
         self.life.begin_epoch(self._wait())
         self.wire()
-        return f"ROLLBACK: the score was {score}" + ", a seed not finite" * math.isfinite(score)
+        return f"ROLLBACK: the score was {score}" + ", a seed or the loss not finite" * math.isfinite(score)
 
     def kind(self, slot: int) -> Any:
         return self.prototypes[slot][int(self.life.blueprint[0, slot])]
@@ -218,16 +235,20 @@ class Growing:
     @property
     def promised(self) -> float:
         """Compute of all live seeds until the end."""
-        left = max(0, self.asked.epochs - self.life.epoch)
-        return self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), left)
+        return self._share(max(0, self.asked.epochs - self.life.epoch))
+
+    def _share(self, epochs: int) -> float:
+        return self.compute.share(sum(self.kind(slot).cost.flops for slot in self.grafts), epochs)
 
     def judged(self, samples: int | None = None) -> Tensor:
-        """[3, n] of the model with what is active now."""
-        return by_sample(self._evaluate(), self.objective, samples)
+        """[3, n] of the model with what is active now; evaluations draw alike, whoever is in it."""
+        with untouched(self.host):
+            returned = self._evaluate()
+        return by_sample(returned, self.objective, samples)
 
     def _measure(self) -> float:
         """The scores, what each seed is worth in them, and what could grow."""
-        self._gains, self._previews = self._unknown(), self._unknown()
+        self.gains, self.previews = self.unknown(), self.unknown()
         epoch = self.asked.shadow_steps / self._steps
         incubate(self, epoch)
         with torch.no_grad():
@@ -235,19 +256,19 @@ class Growing:
             for slot in list(self.active):
                 graft = self.active.pop(slot)
                 try:
-                    note(self._gains, (slot,), (whole - self.judged(len(whole[0])))[SMOOTH])
+                    note(self.gains, (slot,), (whole - self.judged(len(whole[0])))[SMOOTH])
                 finally:
                     self.active[slot] = graft
             for slot in self.incubating if self.asked.loss is not None else ():
                 with alone(self, slot, self.grafts[slot], float(self.life.target[0, slot])):
-                    note(self._previews, (slot,), (self.judged(len(whole[0])) - whole)[SMOOTH])
+                    note(self.previews, (slot,), (self.judged(len(whole[0])) - whole)[SMOOTH])
         clock, gates = self.life.epoch + 1, self.life.gates
-        if self._every and clock % self._every == 1 % self._every and (
+        if self.every and clock % self.every == 1 % self.every and (
                 self.asked.epochs - clock > gates.min_training + gates.min_holding + 1):
             self.candidates = preview(self, whole, epoch) or self.candidates
         means = torch.cat([settled(whole, self.objective), self._train_loss(whole)])
-        seen = (self._gains, self._previews, self.candidates)
-        self.ranks.agree([means, *(tensor for each in seen for tensor in vars(each).values())])
+        found = (self.gains, self.previews, self.candidates)
+        self.ranks.agree([means, *(tensor for each in found for tensor in vars(each).values())])
         self._means = means
         return float(means[SCORE])
 
@@ -256,35 +277,15 @@ class Growing:
         if not self._learned or self.asked.loss is None:
             return settled(whole, self.objective)[:1]
         with torch.no_grad():
-            losses = [self.asked.loss(self.model.train(), batch) for batch in
-                      self.asked.batches(self.asked.shadow_steps)]
+            losses = [self.asked.loss(self.model.train(), batch) for batch in self.asked.batches()]
         return torch.stack(losses).double().mean().reshape(1).cpu()
-
-    def view(self) -> View:
-        """What policies read: the same as in a population, of one row."""
-        life, one, clock = self.life, torch.ones(1), torch.tensor([self.life.epoch])
-        costs = torch.zeros(1, len(self.places), 2)
-        for slot in self.grafts:
-            costs[0, slot] = torch.tensor([self.kind(slot).cost.params, self.kind(slot).cost.flops])
-        table = torch.tensor([[(p.cost.params, p.cost.flops) for p in row] for row in self.prototypes])
-        told = torch.tensor([[p.descriptor for p in row] for row in self.prototypes])
-        seen, empty = self.candidates, (life.stage == SeedStage.DORMANT)[..., None]
-        candidates = Contribution(seen.value * empty, seen.standard_error * empty, seen.known & empty)
-        facts = Facts(self.cost, self.scores[1:], self.scores[:1], one * self.compute.spent, costs,
-                      self._gains, self._previews, told, table, candidates if self._every else None)
-        return View(spec=self.spec, luck=mix(torch.tensor([self.asked.seed]), Purpose.LUCK),
-                    price=one * self.asked.price, flop_price=one * 0,
-                    horizon=torch.tensor([self.asked.epochs]), clock=clock, done=clock >= self.asked.epochs,
-                    verdicts=life.verdicts(), free_targets=life.free_targets(), facts=facts,
-                    seeds=Seeds(**{name: getattr(life, name).clone() for name in Seeds.__dataclass_fields__}),
-                    settling=life.gates.min_training + life.gates.min_holding + 1)
 
     def _decide(self) -> str:
         """Ask the policy, then write what it wants into model and optimizer; says what was done."""
         if self.life.epoch >= self.asked.epochs:
             return LifecycleOp.WAIT.name
         with untouched(self.host):
-            full = expand_actions(self.spec, self.policy(self.view()))
+            full = expand_actions(self.spec, self.policy(seen(self)))
         self.life.check(full)
         op, slot = LifecycleOp(int(full[0, Head.OP])), int(full[0, Head.SLOT])
         path, told = self.places[slot].path, op.name

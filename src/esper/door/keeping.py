@@ -33,6 +33,7 @@ class LastGood:
 
     def put_back(self, growing: "Growing") -> None:
         """All of it, but for seeds that were not kept yet: those are gone, and their slots empty."""
+        growing.drop(list(growing.grafts))  # some may have joined since
         growing.host.load_state_dict(self.model)
         with torch.no_grad():
             for parameter, value in self.others:
@@ -58,7 +59,8 @@ class LastGood:
 
 def state(growing: "Growing") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(header, tensors): what grew, how far it is, and what the controller remembers."""
-    header = {"epoch": growing.life.epoch, "slots": [place.path for place in growing.places],
+    header = {"epoch": growing.life.epoch, "open": growing.life.open,
+              "slots": [place.path for place in growing.places],
               "widths": [place.shape.channels for place in growing.places],
               "blueprints": list(growing.spec.blueprints), "joined": growing.joined,
               "spent": growing.compute.spent}
@@ -82,12 +84,10 @@ def restore(growing: "Growing", header: dict[str, Any], tensors: dict[str, Tenso
     for name, _ in growing.life.fields():
         setattr(growing.life, name, tensors[f"life.{name}"])
     for name in getattr(growing.policy, "memory", ()):
-        setattr(growing.policy, name, tensors[f"policy.{name}"])
-    seen = {name: tensors[f"candidates.{name}"] for name in vars(growing.candidates)}
-    growing.candidates = Contribution(**seen)
-    growing.life.epoch, growing.life.open = int(header["epoch"]), True
-    growing.compute.spent = float(header["spent"])
-    growing.scores = tensors["scores"]
+        setattr(growing.policy, name, tensors.get(f"policy.{name}"))
+    growing.candidates = Contribution(*(tensors[f"candidates.{name}"] for name in vars(growing.candidates)))
+    growing.life.epoch, growing.life.open = int(header["epoch"]), bool(header["open"])
+    growing.compute.spent, growing.scores = float(header["spent"]), tensors["scores"]
     for slot in growing.life.planted[0].nonzero().flatten().tolist():
         growing.plant(slot, tensors[f"seed.{slot}"])
     for slot in header["joined"]:

@@ -59,19 +59,24 @@ def home(model: nn.Module) -> tuple[torch.device, torch.dtype] | None:
     return next(((p.device, p.dtype) for p in model.parameters() if p.is_floating_point()), None)
 
 
+def generators(model: nn.Module, data: Any = None) -> list[torch.Generator]:
+    """All that a loop draws from in PyTorch: the CPU's, a loader's own, those of the model's devices."""
+    loader = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
+    found = (getattr(each, "generator", None) for each in loader)
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    return [torch.default_generator, *(each for each in found if isinstance(each, torch.Generator)),
+            *(torch.cuda.default_generators[device] for device in devices)]
+
+
 @contextmanager
 def untouched(model: nn.Module, data: Any = None) -> Iterator[None]:
     """Whatever runs inside leaves modes, buffers and every random state as they were."""
     modes = {module: module.training for module in model.modules()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     python, numpy = random.getstate(), np.random.get_state()
-    loader = (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None))
-    found = (getattr(each, "generator", None) for each in loader)  # one of the user's own
-    drawn = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    drawn = [(each, each.get_state()) for each in generators(model, data)]
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
@@ -93,15 +98,9 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
 
 
-def call(model: nn.Module, batch: Any) -> Any:
-    args, kwargs = arguments(batch)
-    return model(*args, **kwargs)
-
-
 def _size(batch: Any) -> int:
     """Samples of a batch."""
-    many = batch.values() if hasattr(batch, "keys") else batch
-    parts = many if not isinstance(many, Tensor) else [many]
+    parts = batch.values() if hasattr(batch, "keys") else [batch] if isinstance(batch, Tensor) else batch
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
 
 
@@ -116,7 +115,8 @@ def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], Cost]:
              for path, module in model.named_modules() if path]
     try:
         with untouched(model), torch.no_grad(), spelled_out(), FlopCounterMode(display=False) as counter:
-            call(model.eval(), example)
+            args, kwargs = arguments(example)
+            model.eval()(*args, **kwargs)
     except Exception as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise EsperError(f"the model does not run on the example ({why}); "
@@ -126,12 +126,6 @@ def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], Cost]:
             hook.remove()
     params = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return seen, Cost(params, counter.get_total_flops() // _size(example))
-
-
-def _fits(outputs: list[Any], batch: int) -> bool:
-    out = outputs[0]
-    return (len(outputs) == 1 and isinstance(out, Tensor) and 2 <= out.dim() <= 4 and out.is_floating_point()
-            and len(out) == batch)
 
 
 def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
@@ -153,7 +147,9 @@ def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
                                  "a slot needs a submodule that runs once")
         paths = [path for path in seen if path in set(asked)]
     else:
-        paths = _blocks(model, {path for path, outputs in seen.items() if _fits(outputs, batch)}, seen)
+        able = {path for path, (out, *again) in seen.items() if not again and isinstance(out, Tensor)
+                and 2 <= out.dim() <= 4 and out.is_floating_point() and len(out) == batch}
+        paths = _blocks(model, able, list(seen))
     places = []
     for path in paths:
         out = seen[path][0]
@@ -169,7 +165,7 @@ def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
     return places, cost
 
 
-def _blocks(model: nn.Module, able: set[str], seen: dict[str, list[Any]]) -> list[str]:
+def _blocks(model: nn.Module, able: set[str], order: list[str]) -> list[str]:
     """Repeated blocks: children of one type in a container, the outermost ones; else the root's own parts
     that have weights, but for the last, which is the head."""
     found: list[str] = []
@@ -182,9 +178,8 @@ def _blocks(model: nn.Module, able: set[str], seen: dict[str, list[Any]]) -> lis
             if repeated and name in able and not inside:
                 found.append(name)
     if not found:
-        parts = [name for name, child in model.named_children() if name in able and list(child.parameters())]
-        found = parts[:-1]
-    order = list(seen)
+        found = [name for name, child in model.named_children()
+                 if name in able and list(child.parameters())][:-1]
     return sorted(found, key=order.index)
 
 

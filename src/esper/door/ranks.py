@@ -12,7 +12,9 @@ class Ranks:
     """The processes of a model; alone, everything is left as it is."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.several = isinstance(model, nn.parallel.DistributedDataParallel) and dist.get_world_size() > 1
+        wrapped = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules())
+        self.several = wrapped and dist.get_world_size() > 1
+        self.device = next((p.device for p in model.parameters()), None)
 
     def mean(self, grad: Tensor) -> Tensor:
         """The mean over all ranks, in place."""
@@ -32,15 +34,15 @@ class Ranks:
             self.mean(parameter.grad)
 
     def agree(self, tensors: Iterable[Tensor]) -> None:
-        """All ranks go on with what the first one measured; all tensors are on the CPU."""
+        """All ranks go on with what the first one measured."""
         for tensor in tensors if self.several else ():
-            shared = tensor.to(torch.float64)
+            shared = tensor.to(self.device, torch.float64)  # NCCL knows no tensors on the CPU
             dist.broadcast(shared, 0)
             tensor.copy_(shared)
 
     def all_true(self, sound: bool) -> bool:
         """Is it so on every rank?"""
-        counted = torch.tensor([float(sound)])
+        counted = torch.tensor([float(sound)], device=self.device)
         if self.several:
             dist.all_reduce(counted, dist.ReduceOp.MIN)
         return bool(counted > 0)
