@@ -2,10 +2,15 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
+import socket
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,13 +18,14 @@ from typing import Any
 import pytest
 
 from esper.cli import main
-from esper.karn import PAGES, PANELS, compare, open_run, write_run_report
+from esper.karn import PAGES, PANELS, compare, open_run, serving, write_run_report
 from esper.karn.markup import figure
 from esper.karn.run_report import over_seeds
 from esper.karn.serving import ASSETS, HEADERS, Dashboard, serve
 from esper.leyline import EsperError
 from esper.nissa import Store
 from tests.planted import plant
+from tests.test_panels import old
 from tests.test_report import Page
 
 WEB = Path(__file__).parent.parent / "src" / "esper" / "karn" / "web"
@@ -150,13 +156,68 @@ def test_a_run_that_breaks_or_is_begun_again_is_told(tmp_path: Path) -> None:
         assert asked(page, "/api/panels?run=1&names=learning")["panels"]["learning"]["rows"][-1][1] == 4.0
         for path in (tmp_path / "b").iterdir():
             path.unlink()
-        assert "is gone" in asked(page, "/api/runs")[1]["broken"]
+        assert "there is no run store" in asked(page, "/api/runs")[1]["broken"]
         assert len(asked(page, "/api/compare")["rows"]) == 1
         store = Store(tmp_path / "b" / "run.db")
         store.write("round", {"round": 0, "utility": 0.5})
         store.commit()
         store.close()
         assert asked(page, "/api/panels?run=1&names=learning")["panels"]["learning"]["rows"] == [[0, 50.0, None, None]]
+
+
+def test_a_store_that_its_run_brings_to_this_schema_is_followed(tmp_path: Path) -> None:
+    path = old(tmp_path / "run.db")
+    with serve([path]) as page:
+        assert len(asked(page, "/api/panels?names=learning")["panels"]["learning"]["rows"]) == 1
+        before = page.gallery.version
+        with closing(Store(path)) as store:
+            store.write("round", {"round": 1, "utility": 0.5})
+            store.commit()
+            assert asked(page, "/api/panels?names=learning")["panels"]["learning"]["rows"][1] == [1, 50.0, None, None]
+        assert next(version for version in page.gallery.events() if version > before), "and those who wait are told"
+
+
+def test_a_damaged_run_leaves_the_others_alone(tmp_path: Path) -> None:
+    for name in ("odd", "whole"):
+        plant(tmp_path / name)
+    with closing(sqlite3.connect(tmp_path / "odd" / "run.db")) as connection, connection:
+        connection.execute("UPDATE round SET seconds = 'x'")
+    with serve([tmp_path]) as page:
+        odd, whole = asked(page, "/api/runs")
+        assert "is damaged: TypeError" in odd["broken"]
+        assert whole["state"]["rows"][0][2] == 3
+        assert [row[0] for row in asked(page, "/api/compare")["rows"]] == ["whole"]
+
+
+def test_strangers_take_a_few_threads_at_most_and_leave_no_traceback(folders: list[Path], monkeypatch: pytest.MonkeyPatch,
+                                                                     capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serving, "MOST", 2)
+    with serve(folders) as page:
+        held = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(3)]
+        held[2].settimeout(10)
+        assert held[2].recv(1) == b"", "closed at once"
+        held[0].sendall(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"400" in held[0].recv(100)
+        for each in held:
+            each.close()
+        for _ in range(100):
+            with suppress(OSError, http.client.HTTPException):
+                assert asked(page, "/api/runs")
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("places are given back")
+    assert capfd.readouterr().err == ""
+
+
+def test_the_page_opens_on_the_newest_run(tmp_path: Path) -> None:
+    for age, name in enumerate(("c", "b", "a")):
+        for path in plant(tmp_path / name).iterdir():
+            os.utime(path, (1000 - age, 1000 - age))
+    with serve([tmp_path]) as page:
+        assert page.url.endswith(f"?token={page.token}#run=2")
+    with serve([tmp_path / "a"]) as page:
+        assert page.url.endswith(page.token)
 
 
 def test_the_command_says_where_the_page_is(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

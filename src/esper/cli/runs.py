@@ -147,7 +147,7 @@ def _listed(folder: Path) -> dict[str, Any]:
 def run(options: RunsList | RunsShow | RunsCompare, console: Console) -> None:
     if isinstance(options, RunsShow):
         pairs = [each.partition("=") for each in options.at]
-        if wrong := [name for name, _, number in pairs if not number.isdecimal()]:
+        if wrong := [name for name, _, number in pairs if not number.isdecimal() or len(number) > 18]:
             raise EsperError(f"--at {wrong[0]} needs a number, as in --at {wrong[0]}=2")
         chosen = {name: int(number) for name, _, number in pairs}
         with open_run(options.run) as shown:

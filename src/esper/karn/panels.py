@@ -20,10 +20,12 @@ was not measured. Rounds count from 0, epochs from 1.
 """
 
 import math
+import os
 import sqlite3
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -94,9 +96,24 @@ class Run:
     """A store that is looked at. It may be written meanwhile."""
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = store_of(path)
-        self.connection, self.clock = reader(self.path), clock
+        self.path, self.clock = store_of(path), clock
+        self._open()
         self._seen = self._version()
+
+    def _open(self) -> None:
+        self._file: list[tuple[int, ...]] | None = None
+        found, self.connection = _stats(self.path), reader(self.path)
+        self._copied = not self.rows("PRAGMA database_list")[0][2]  # of an earlier schema, in memory
+        self._file = found
+
+    def refresh(self) -> Self:
+        """Opened again, if another file lies there now or this is a copy of one that was written since."""
+        upto = None if self._copied else 1
+        if self._file is None or _stats(self.path)[:upto] != self._file[:upto]:
+            self.connection.close()
+            self._open()
+            self._seen = -1
+        return self
 
     def __enter__(self) -> Self:
         return self
@@ -112,8 +129,17 @@ class Run:
     def rows(self, query: str, **values: object) -> Rows:
         try:
             return self.connection.execute(query, values).fetchall()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
             raise EsperError(f"cannot read the run store {self.path}: {error}") from error
+
+    @contextmanager
+    def trusted(self) -> Iterator[None]:
+        """What no run writes, such as text for a number, is damage."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError) as error:
+            raise EsperError(f"the run store {self.path} is damaged: {error!r}; "
+                             "put back a whole one") from error
 
     def _version(self) -> int:
         return int(self.rows("PRAGMA data_version")[0][0])
@@ -159,13 +185,31 @@ class Run:
         chosen = {"round": extent.round, "epoch": extent.epochs, "row": min(extent.rows, default=0),
                   "last": 10, "z": Z95} | selection
         answer = panel.answer
-        rows = self.rows(answer, **chosen) if isinstance(answer, str) else list(answer(self, chosen))
+        with self.trusted():
+            rows = self.rows(answer, **chosen) if isinstance(answer, str) else answer(self, chosen)
         return Table(panel.columns, rows, panel.question, panel.renderer)
 
 
 def store_of(path: str | Path) -> Path:
     """The store of a folder, or the file itself."""
     return Path(path) / STORE if Path(path).is_dir() else Path(path)
+
+
+def _stats(store: Path) -> list[tuple[int, ...]]:
+    """Which file lies there, and when it and its log were written; nothing where there is none."""
+    found: list[tuple[int, ...]] = []
+    with suppress(OSError):
+        about = os.stat(store)
+        found += [(about.st_dev, about.st_ino), (about.st_mtime_ns, about.st_size)]
+        log = os.stat(f"{store}-wal")
+        found += [(log.st_mtime_ns, log.st_size)]
+    return found
+
+
+def written(store: Path) -> float:
+    """When a store, what was not yet moved into it, or the description of its run was written."""
+    beside = (store, store.with_name(f"{store.name}-wal"), store.with_name("run.json"))
+    return max((path.stat().st_mtime for path in beside if path.exists()), default=0.0)
 
 
 def stores_below(path: str | Path) -> list[Path]:
@@ -192,9 +236,11 @@ def interval(values: Sequence[float]) -> tuple[float, float | None, float | None
 def exams_of(run: Run) -> dict[tuple[str, int], dict[int, float]]:
     """(policy, rounds before it) -> scenario -> utility, of every examination."""
     found: dict[tuple[str, int], dict[int, float]] = {}
-    for policy, number, scenario, utility in run.rows("SELECT policy, round, scenario, utility FROM exam "
-                                                      "WHERE utility IS NOT NULL ORDER BY policy, round"):
-        found.setdefault((policy, number), {})[scenario] = utility
+    with run.trusted():
+        for policy, number, scenario, utility in run.rows(
+                "SELECT policy, round, scenario, utility FROM exam WHERE utility IS NOT NULL "
+                "ORDER BY policy, round"):
+            found.setdefault((policy, int(number)), {})[scenario] = float(utility)
     return found
 
 

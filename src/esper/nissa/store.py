@@ -1,7 +1,9 @@
 """The run store: one SQLite file that a run writes and anybody reads. Its tables are the registry's."""
 
+import itertools
 import math
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -25,9 +27,10 @@ from esper.nissa.sealing import (
     version_of,
 )
 
-_PLAIN: dict[str, Callable[[Any], Any]] = {"TEXT": lambda text: text, "REAL": float, "INTEGER": int}
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "TEXT": lambda text: text.encode("utf-8", "backslashreplace").decode(), "REAL": float, "INTEGER": int}
 _ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-LONGEST = 10_000_000  # bytes of one value that a query may make
+LONGEST, LARGEST = 10_000_000, 100_000_000  # bytes that a query may make of one value, and of all
 PATIENCE = 60.0  # seconds that a write waits for another program's lock
 _LOCKED, _SHUT = "another program has locked it; let that one end, then resume the run", "make it writable"
 _BROKEN = "put back a whole one"
@@ -158,7 +161,8 @@ def reader(path: str | Path) -> sqlite3.Connection:
                                  f"reads schema {SCHEMA}; use the version that wrote it")
             copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             connection.backup(copy)
-            migrate(copy)
+            if version_of(copy) != SCHEMA:  # its run may have brought it here meanwhile
+                migrate(copy)
             copy.execute("PRAGMA query_only = 1")
             return copy
     except _ERRORS as error:
@@ -169,7 +173,7 @@ def ask(path: str | Path, query: str, most: int = 1000,
         seconds: float = 10.0) -> tuple[list[str], list[tuple[Any, ...]], bool]:
     """(columns, rows, are there more?) of anybody's SELECT: it can change nothing, reach no other file, and
     ends after so many rows or seconds."""
-    if most < 1 or seconds <= 0:
+    if most < 1 or not seconds > 0:
         raise EsperError("a query needs at least one row and more than 0 seconds")
     deadline = time.monotonic() + seconds
     with closing(reader(path)) as connection:
@@ -178,8 +182,12 @@ def ask(path: str | Path, query: str, most: int = 1000,
                                   else sqlite3.SQLITE_DENY)
         connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
         try:
-            found = connection.execute(query)
-            rows = found.fetchmany(most + 1)
+            found, rows, size = connection.execute(query), list[tuple[Any, ...]](), 0
+            for row in itertools.islice(found, min(most, sys.maxsize - 1) + 1):
+                rows.append(row)
+                size += sum(len(value) for value in row if isinstance(value, (str, bytes)))
+                if size > LARGEST:
+                    raise EsperError(f"the answer has more than {LARGEST:,} bytes; ask for less")
         except (*_ERRORS, sqlite3.Warning, ValueError) as error:
             if _code(error) == sqlite3.SQLITE_INTERRUPT:
                 raise EsperError(f"the query took more than {seconds:g} s; "
