@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import pytest
 from esper.cli import main
 from esper.karn import PAGES, PANELS, compare, open_run, serving, write_run_report
 from esper.karn.markup import figure
+from esper.karn.panels import said
 from esper.karn.run_report import over_seeds
 from esper.karn.serving import ASSETS, HEADERS, Dashboard, serve
 from esper.leyline import EsperError
@@ -210,14 +212,17 @@ def test_strangers_take_a_few_threads_at_most_and_leave_no_traceback(folders: li
     assert capfd.readouterr().err == ""
 
 
-def test_the_page_opens_on_the_newest_run(tmp_path: Path) -> None:
-    for age, name in enumerate(("c", "b", "a")):
-        for path in plant(tmp_path / name).iterdir():
-            os.utime(path, (1000 - age, 1000 - age))
-    with serve([tmp_path]) as page:
-        assert page.url.endswith(f"?token={page.token}#run=2")
-    with serve([tmp_path / "a"]) as page:
-        assert page.url.endswith(page.token)
+NUMBERS = [0, 7, 12345, 0.5, -0.125, 2.675, 1.115, 0.125, -0.375, 2.625, 0.009, -0.0012345, 1e-4, 0.0000123, 1e-7, 1234.5, None, "name", [1, None, 0.5]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
+def test_a_number_is_written_alike_in_terminal_page_and_report(tmp_path: Path) -> None:
+    shutil.copy(WEB / "draw.js", tmp_path / "draw.mjs")
+    pairs = [(value, unit) for value in NUMBERS for unit in ("", "points", "%")] + [(age, "s") for age in (-3, 0, 119, 121, 7300, 200_000)]
+    code = f"import {{ said }} from './draw.mjs'; console.log(JSON.stringify({json.dumps(pairs)}.map(([value, unit]) => said(value, unit))))"
+    told = subprocess.run(["node", "--input-type=module", "-e", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert json.loads(told) == [said(value, unit) for value, unit in pairs]
+    assert [figure(value, unit).replace(",", "") for value, unit in pairs] == json.loads(told)
 
 
 def test_the_command_says_where_the_page_is(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -235,6 +240,11 @@ def test_the_command_says_where_the_page_is(folders: list[Path], tmp_path: Path,
     assert "whoever" not in said
     assert main(["dashboard", str(folders[0]), "--host", "0.0.0.0"]) == 0
     assert "whoever reaches this address" in capsys.readouterr().out
+    for age, path in enumerate(reversed(folders)):
+        for file in path.iterdir():
+            os.utime(file, (2e9 - age, 2e9 - age))
+    assert main(["dashboard", *map(str, folders)]) == 0
+    assert re.match(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}#run=1\n", capsys.readouterr().out), "it opens on the newest run"
     assert main(["dashboard", str(tmp_path)]) == 2
     assert "there is no run in" in capsys.readouterr().err
     assert main(["dashboard", str(folders[0]), "--host", "1.2.3.4"]) == 2

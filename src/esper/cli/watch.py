@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from esper.cli.options import Watch
-from esper.cli.runs import DESCRIPTION, STORE
 from esper.karn.drawn import Place, shown
-from esper.karn.panels import PAGES, open_run, store_of, written
+from esper.karn.panels import PAGES, open_run
+from esper.karn.stores import DESCRIPTION, STORE, store_of, written
 from esper.leyline import EsperError
 
 

@@ -30,7 +30,8 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from esper.karn.comparing import compare
-from esper.karn.panels import PAGES, Run, open_run, stores_below, written
+from esper.karn.panels import PAGES, Run, open_run
+from esper.karn.stores import stores_below, written
 from esper.leyline import EsperError
 
 LOCAL = "127.0.0.1"
@@ -64,6 +65,9 @@ class Gallery:
         if number not in self._open:
             self._open[number] = open_run(self.paths[number])
         return self._open[number].refresh()
+
+    def newest(self) -> int:
+        return max(range(len(self.paths)), key=lambda number: written(self.paths[number]))
 
     def watch(self) -> None:
         """Until it is closed, tell those who wait when anything was written."""
@@ -234,10 +238,8 @@ class Dashboard(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """It opens on the run that was written last."""
         name = f"[{self.host}]" if ":" in self.host else self.host
-        newest = max(range(len(self.gallery.paths)), key=lambda number: written(self.gallery.paths[number]))
-        return f"http://{name}:{self.port}/?token={self.token}{f'#run={newest}' if newest else ''}"
+        return f"http://{name}:{self.port}/?token={self.token}"
 
     def knows_host(self, header: str) -> bool:
         try:

@@ -17,8 +17,8 @@ from textual.events import Key, Resize
 from textual.widgets import Static
 
 from esper.karn.comparing import compare
-from esper.karn.drawn import COLOURS, DIM, Place, said, shown, tiles_across
-from esper.karn.panels import PAGES, Extent, Run, open_run
+from esper.karn.drawn import COLOURS, DIM, Place, shown, tiles_across
+from esper.karn.panels import PAGES, Extent, Run, open_run, said
 from esper.leyline import EsperError
 
 TABS = (*PAGES, "compare")
