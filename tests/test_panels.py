@@ -18,7 +18,7 @@ import pytest
 
 from esper.cli import main
 from esper.karn import PAGES, PANELS, Run, compare, open_run, panels
-from esper.karn.panels import RENDERERS
+from esper.karn.drawn import RENDERERS
 from esper.leyline import EsperError
 from esper.leyline.storage import locked
 from esper.nissa import SCHEMA, Store, ask, read, verify

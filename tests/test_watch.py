@@ -20,8 +20,8 @@ from textual.pilot import Pilot
 from esper.cli import main
 from esper.cli.watch import _found
 from esper.karn import PAGES, PANELS, watching
-from esper.karn.drawn import STAGES, Place, draw
-from esper.karn.panels import RENDERERS, Table
+from esper.karn.drawn import RENDERERS, STAGES, Place, draw
+from esper.karn.panels import Table
 from esper.karn.watching import TABS, Watch
 from esper.leyline import SeedStage
 from esper.nissa import Store

@@ -63,7 +63,7 @@ def draw(table: Table, at: Place) -> Text:
             head.append(f" [{unit}]", f"not bold {DIM}")
     if not table.rows:
         return Text.assemble(head, ("\nnothing to show", DIM))
-    return Text("\n").join([head, *_RENDERERS[table.renderer](table, at)])
+    return Text("\n").join([head, *RENDERERS[table.renderer](table, at)])
 
 
 def shown(tables: Sequence[Table], at: Place) -> RenderableType:
@@ -280,5 +280,5 @@ def _chart(lines: Mapping[str, Sequence[Point]], x_title: str, mark: int | None,
     return [*drawn, Text(f"{'':>{gutter}}{ends[0]:<{wide - len(ends[1])}}{ends[1]}", DIM)]
 
 
-_RENDERERS: Mapping[str, Callable[[Table, Place], list[Text]]] = {
+RENDERERS: Mapping[str, Callable[[Table, Place], list[Text]]] = {
     "text": _text, "line": _line, "bars": _bars, "table": _table, "tiles": _tiles, "network": _network}

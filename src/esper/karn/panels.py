@@ -37,7 +37,6 @@ from esper.leyline.storage import is_locked
 from esper.nissa import reader
 
 LATE = 5.0, 60.0  # a round is late after so many times its usual length, and at least so many seconds
-RENDERERS = ("text", "line", "bars", "table", "tiles", "network")
 _POINTS = ("gain low high best difference diff_low diff_high reward reward_gain reward_size reward_compute "
            "reward_credit reward_potential contribution preview evidence error value followed")
 _CHANCES = ("chance", "chance_op", "chance_slot", "chance_blueprint")

@@ -128,7 +128,7 @@ class Gallery:
     def compare(self, query: Query) -> dict[str, Any]:
         """Those that can be read."""
         runs = [self.run(about["run"]) for about in self.runs(query) if "broken" not in about]
-        return compare(runs, query.get("policy", "learned")).json()
+        return compare(runs).json()
 
 
 API: Mapping[str, Callable[[Gallery, Query], Any]] = {
