@@ -38,10 +38,9 @@ def stamp(store: Path) -> list[tuple[int, ...]]:
     """Which file lies there, and when it and its log were written; nothing where there is none."""
     found: list[tuple[int, ...]] = []
     with suppress(OSError):
-        about = os.stat(store)
-        found += [(about.st_dev, about.st_ino), (about.st_mtime_ns, about.st_size)]
-        log = os.stat(f"{store}-wal")
-        found += [(log.st_mtime_ns, log.st_size)]
+        for path in (store, f"{store}-wal"):
+            about = os.stat(path)
+            found += [(about.st_dev, about.st_ino), (about.st_mtime_ns, about.st_size)]
     return found
 
 

@@ -13,19 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from esper.leyline import EsperError
+from esper.nissa import sealing
 from esper.nissa.registry import CREATE, KEYS, SCHEMA, TABLES
-from esper.nissa.sealing import (
-    ALL,
-    BY_ROUND,
-    EARLIER,
-    SEAL,
-    damage,
-    is_whole,
-    migrate,
-    seal,
-    tables_of,
-    version_of,
-)
 
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     "TEXT": lambda text: text.encode("utf-8", "backslashreplace").decode(), "REAL": float, "INTEGER": int}
@@ -63,21 +52,21 @@ class Store:
     def _prepare(self) -> None:
         """Make the tables of a new store, or bring those of an earlier schema here; a store of any other
         schema is refused and left as it is."""
-        made, version = tables_of(self.connection), version_of(self.connection)
-        if made and version not in (SCHEMA, *EARLIER):
+        made, version = sealing.tables_of(self.connection), sealing.version_of(self.connection)
+        if made and version not in (SCHEMA, *sealing.EARLIER):
             raise EsperError(f"the run store {self.path} has schema {version}, and this version of Esper "
                              f"writes schema {SCHEMA}; begin a new run in another folder")
-        if made and not is_whole(self.connection):
+        if made and not sealing.is_whole(self.connection):
             raise EsperError(f"the run store {self.path} lacks the tables of schema {version}; {_BROKEN}")
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=NORMAL")
         self.connection.execute("BEGIN IMMEDIATE")
         with self.connection:
             if made and version != SCHEMA:
-                if found := damage(self.connection):
+                if found := sealing.damage(self.connection):
                     raise _damaged(self.path, found)
-                migrate(self.connection)
-            elif not tables_of(self.connection):
+                sealing.migrate(self.connection)
+            elif not sealing.tables_of(self.connection):
                 for create in CREATE.values():
                     self.connection.execute(create)
                 self.connection.execute(f"PRAGMA user_version = {SCHEMA}")
@@ -102,8 +91,8 @@ class Store:
 
     def commit(self) -> None:
         """Write what is waiting, all or nothing, and seal the rounds that it touches; without rounds, all."""
-        rounds = {row[0] for table, rows in self.waiting if table in BY_ROUND for row in rows}
-        scopes = [f"round {number}" for number in rounds] or [ALL] * bool(self.waiting)
+        rounds = {row[0] for table, rows in self.waiting if table in sealing.BY_ROUND for row in rows}
+        scopes = [f"round {number}" for number in rounds] or [sealing.ALL] * bool(self.waiting)
         try:
             self.connection.execute("BEGIN IMMEDIATE")
             with self.connection:
@@ -111,7 +100,7 @@ class Store:
                     marks = ", ".join("?" * len(TABLES[table]))
                     self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
                 for scope in scopes:
-                    seal(self.connection, scope)
+                    sealing.seal(self.connection, scope)
         except sqlite3.Error as error:
             raise _trouble("write", self.path, error) from error
         self.waiting.clear()
@@ -134,11 +123,11 @@ def verify(path: str | Path) -> None:
     try:
         with closing(_readable(path)) as connection:
             connection.execute("BEGIN")  # one moment of a store that is being written
-            made, version = tables_of(connection), version_of(connection)
-            if made and SEAL not in made and version < SCHEMA:
+            made, version = sealing.tables_of(connection), sealing.version_of(connection)
+            if made and sealing.SEAL not in made and version < SCHEMA:
                 raise EsperError(f"the run store {path} has schema {version}, which has no seals: it can be "
                                  "read, but not verified")
-            found = damage(connection)
+            found = sealing.damage(connection)
     except _ERRORS as error:
         if ADVICE.get(_code(error), _BROKEN) is not _BROKEN:
             raise _trouble("read", path, error) from error
@@ -152,17 +141,17 @@ def reader(path: str | Path) -> sqlite3.Connection:
     earlier schema is copied into memory and brought here; its file stays as it is."""
     try:
         connection = _readable(path, anywhere=True)
-        version = version_of(connection)
+        version = sealing.version_of(connection)
         if version == SCHEMA:
             return connection
         with closing(connection):
-            if version not in EARLIER or not is_whole(connection):
+            if version not in sealing.EARLIER or not sealing.is_whole(connection):
                 raise EsperError(f"the run store {path} has schema {version}, and this version of Esper "
                                  f"reads schema {SCHEMA}; use the version that wrote it")
             copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             connection.backup(copy)
-            if version_of(copy) != SCHEMA:  # its run may have brought it here meanwhile
-                migrate(copy)
+            if sealing.version_of(copy) != SCHEMA:  # its run may have brought it here meanwhile
+                sealing.migrate(copy)
             copy.execute("PRAGMA query_only = 1")
             return copy
     except _ERRORS as error:
