@@ -179,6 +179,15 @@ def test_a_store_that_its_run_brings_to_this_schema_is_followed(tmp_path: Path) 
         assert next(version for version in page.gallery.events() if version > before), "and those who wait are told"
 
 
+def test_a_run_that_is_begun_later_is_found(tmp_path: Path) -> None:
+    plant(tmp_path / "second")
+    with serve([tmp_path]) as page:
+        assert [each["name"] for each in asked(page, "/api/runs")] == ["second"]
+        plant(tmp_path / "first")
+        assert [(each["run"], each["name"]) for each in asked(page, "/api/runs")] == [(0, "second"), (1, "first")]
+        assert asked(page, "/api/panels?run=1&names=learning")["panels"]["learning"]["rows"]
+
+
 def test_a_damaged_run_leaves_the_others_alone(tmp_path: Path) -> None:
     for name in ("odd", "whole"):
         plant(tmp_path / name)

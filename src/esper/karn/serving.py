@@ -54,9 +54,15 @@ class Gallery:
     """Stores that are looked at from many threads, one at a time. What breaks says so and is tried again."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.paths = list(dict.fromkeys(store for path in paths for store in stores_below(path)))
+        self.given, self.paths = paths, list[Path]()
+        self._find()
         self.lock, self.news, self.version, self.closed = threading.Lock(), threading.Condition(), 0, False
         self._open: dict[int, Run] = {}
+
+    def _find(self) -> None:
+        """Those that were begun since come last, so that a run keeps its number."""
+        found = dict.fromkeys(store for path in self.given for store in stores_below(path))
+        self.paths += [store for store in found if store not in self.paths]
 
     def run(self, number: int) -> Run:
         """Opened at its first use."""
@@ -103,6 +109,8 @@ class Gallery:
 
     def runs(self, query: Query) -> list[dict[str, Any]]:
         found = []
+        with suppress(EsperError):
+            self._find()
         for number, path in enumerate(self.paths):
             about: dict[str, Any] = {"run": number, "name": path.parent.name, "path": str(path)}
             try:
