@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from esper.karn import compare, open_run
+from esper.karn import compare, open_run, serving
 from esper.karn.serving import Dashboard, serve
 from esper.nissa import Store, read
 from tests.planted import BIRTH, plant
@@ -209,4 +209,15 @@ def test_what_cannot_be_shown_is_said(browser: Any, served: Dashboard) -> None:
     assert "400" in tab.errors.pop()
     tab.page.goto(f"{served.url}#page=nonsense&row=-3&epoch=x")
     tab.see("main", "Is it alive")
+    tab.close()
+
+
+def test_an_open_list_of_runs_is_left_alone(browser: Any, served: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "BEAT", 0.3)
+    tab = Tab(browser, served)
+    tab.page.evaluate("document.querySelector('#run option').dataset.mark = 'x'")
+    with tab.page.expect_response("**/api/runs*"):  # of the next sign of life
+        pass
+    tab.page.wait_for_timeout(200)
+    assert tab.page.evaluate("document.querySelector('#run option').dataset.mark") == "x"
     tab.close()

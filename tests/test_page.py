@@ -2,10 +2,16 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
+import socket
+import sqlite3
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,13 +19,15 @@ from typing import Any
 import pytest
 
 from esper.cli import main
-from esper.karn import PAGES, PANELS, compare, open_run, write_run_report
+from esper.karn import PAGES, PANELS, compare, open_run, serving, write_run_report
 from esper.karn.markup import figure
+from esper.karn.panels import said
 from esper.karn.run_report import over_seeds
 from esper.karn.serving import ASSETS, HEADERS, Dashboard, serve
 from esper.leyline import EsperError
 from esper.nissa import Store
 from tests.planted import plant
+from tests.test_panels import old
 from tests.test_report import Page
 
 WEB = Path(__file__).parent.parent / "src" / "esper" / "karn" / "web"
@@ -150,13 +158,80 @@ def test_a_run_that_breaks_or_is_begun_again_is_told(tmp_path: Path) -> None:
         assert asked(page, "/api/panels?run=1&names=learning")["panels"]["learning"]["rows"][-1][1] == 4.0
         for path in (tmp_path / "b").iterdir():
             path.unlink()
-        assert "is gone" in asked(page, "/api/runs")[1]["broken"]
+        assert "there is no run store" in asked(page, "/api/runs")[1]["broken"]
         assert len(asked(page, "/api/compare")["rows"]) == 1
         store = Store(tmp_path / "b" / "run.db")
         store.write("round", {"round": 0, "utility": 0.5})
         store.commit()
         store.close()
         assert asked(page, "/api/panels?run=1&names=learning")["panels"]["learning"]["rows"] == [[0, 50.0, None, None]]
+
+
+def test_a_store_that_its_run_brings_to_this_schema_is_followed(tmp_path: Path) -> None:
+    path = old(tmp_path / "run.db")
+    with serve([path]) as page:
+        assert len(asked(page, "/api/panels?names=learning")["panels"]["learning"]["rows"]) == 1
+        before = page.gallery.version
+        with closing(Store(path)) as store:
+            store.write("round", {"round": 1, "utility": 0.5})
+            store.commit()
+            assert asked(page, "/api/panels?names=learning")["panels"]["learning"]["rows"][1] == [1, 50.0, None, None]
+        assert next(version for version in page.gallery.events() if version > before), "and those who wait are told"
+
+
+def test_a_run_that_is_begun_later_is_found(tmp_path: Path) -> None:
+    plant(tmp_path / "second")
+    with serve([tmp_path]) as page:
+        assert [each["name"] for each in asked(page, "/api/runs")] == ["second"]
+        plant(tmp_path / "first")
+        assert [(each["run"], each["name"]) for each in asked(page, "/api/runs")] == [(0, "second"), (1, "first")]
+        assert asked(page, "/api/panels?run=1&names=learning")["panels"]["learning"]["rows"]
+
+
+def test_a_damaged_run_leaves_the_others_alone(tmp_path: Path) -> None:
+    for name in ("odd", "whole"):
+        plant(tmp_path / name)
+    with closing(sqlite3.connect(tmp_path / "odd" / "run.db")) as connection, connection:
+        connection.execute("UPDATE round SET seconds = 'x'")
+    with serve([tmp_path]) as page:
+        odd, whole = asked(page, "/api/runs")
+        assert "is damaged: TypeError" in odd["broken"]
+        assert whole["state"]["rows"][0][2] == 3
+        assert [row[0] for row in asked(page, "/api/compare")["rows"]] == ["whole"]
+
+
+def test_strangers_take_a_few_threads_at_most_and_leave_no_traceback(folders: list[Path], monkeypatch: pytest.MonkeyPatch,
+                                                                     capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serving, "MOST", 2)
+    with serve(folders) as page:
+        held = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(3)]
+        held[2].settimeout(10)
+        assert held[2].recv(1) == b"", "closed at once"
+        held[0].sendall(b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"400" in held[0].recv(100)
+        for each in held:
+            each.close()
+        for _ in range(100):
+            with suppress(OSError, http.client.HTTPException):
+                assert asked(page, "/api/runs")
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("places are given back")
+    assert capfd.readouterr().err == ""
+
+
+NUMBERS = [0, 7, 12345, 0.5, -0.125, 2.675, 1.115, 0.125, -0.375, 2.625, 0.009, -0.0012345, 1e-4, 0.0000123, 1e-7, 1234.5, None, "name", [1, None, 0.5]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
+def test_a_number_is_written_alike_in_terminal_page_and_report(tmp_path: Path) -> None:
+    shutil.copy(WEB / "draw.js", tmp_path / "draw.mjs")
+    pairs = [(value, unit) for value in NUMBERS for unit in ("", "points", "%")] + [(age, "s") for age in (-3, 0, 119, 121, 7300, 200_000)]
+    code = f"import {{ said }} from './draw.mjs'; console.log(JSON.stringify({json.dumps(pairs)}.map(([value, unit]) => said(value, unit))))"
+    told = subprocess.run(["node", "--input-type=module", "-e", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert json.loads(told) == [said(value, unit) for value, unit in pairs]
+    assert [figure(value, unit).replace(",", "") for value, unit in pairs] == json.loads(told)
 
 
 def test_the_command_says_where_the_page_is(folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -174,6 +249,11 @@ def test_the_command_says_where_the_page_is(folders: list[Path], tmp_path: Path,
     assert "whoever" not in said
     assert main(["dashboard", str(folders[0]), "--host", "0.0.0.0"]) == 0
     assert "whoever reaches this address" in capsys.readouterr().out
+    for age, path in enumerate(reversed(folders)):
+        for file in path.iterdir():
+            os.utime(file, (2e9 - age, 2e9 - age))
+    assert main(["dashboard", *map(str, folders)]) == 0
+    assert re.match(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}#run=1\n", capsys.readouterr().out), "it opens on the newest run"
     assert main(["dashboard", str(tmp_path)]) == 2
     assert "there is no run in" in capsys.readouterr().err
     assert main(["dashboard", str(folders[0]), "--host", "1.2.3.4"]) == 2

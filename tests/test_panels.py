@@ -18,7 +18,7 @@ import pytest
 
 from esper.cli import main
 from esper.karn import PAGES, PANELS, Run, compare, open_run, panels
-from esper.karn.panels import RENDERERS
+from esper.karn.drawn import RENDERERS
 from esper.leyline import EsperError
 from esper.leyline.storage import locked
 from esper.nissa import SCHEMA, Store, ask, read, verify
@@ -249,8 +249,12 @@ def test_a_question_gets_so_many_rows(folder: Path) -> None:
     query = "SELECT epoch, row FROM step ORDER BY round, epoch, row"
     assert ask(folder / "run.db", query, most=2) == (["epoch", "row"], [(1, 0), (1, 1)], True)
     assert ask(folder / "run.db", query, most=48)[2] is False
-    with pytest.raises(EsperError, match="at least one row"):
-        ask(folder / "run.db", query, most=0)
+    assert len(ask(folder / "run.db", query, most=2**70)[1]) == 48
+    for wrong in ({"most": 0}, {"seconds": 0}, {"seconds": float("nan")}):
+        with pytest.raises(EsperError, match="at least one row and more than 0 seconds"):
+            ask(folder / "run.db", query, **wrong)
+    with pytest.raises(EsperError, match="more than 100,000,000 bytes; ask for less"):
+        ask(folder / "run.db", "SELECT zeroblob(9000000) FROM step")
 
 
 def test_the_command_prints_csv_and_says_what_it_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,12 +274,14 @@ def test_the_command_prints_csv_and_says_what_it_left_out(folder: Path, capsys: 
 
 
 def test_runs_of_a_folder_are_told_by_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("stopped", "running", "deep/down/finished", "broken", "torn"):
+    for name in ("stopped", "running", "deep/down/finished", "broken", "torn", "odd"):
         plant(tmp_path / name)
     store = Store(tmp_path / "deep" / "down" / "finished" / "run.db")
     store.write("fact", {"round": 3, "name": "rounds", "value": "3"})
     store.commit()
     store.close()
+    with closing(sqlite3.connect(tmp_path / "odd" / "run.db")) as connection, connection:
+        connection.execute("UPDATE exam SET utility = 'x'")
     (tmp_path / "broken" / "run.db").write_bytes(b"no store")
     whole = (tmp_path / "torn" / "run.db").read_bytes()
     (tmp_path / "torn" / "run.db").write_bytes(whole[:9000])
@@ -287,7 +293,7 @@ def test_runs_of_a_folder_are_told_by_their_state(tmp_path: Path, capsys: pytest
         assert main(["runs", str(tmp_path)]) == 0
     states = {name: each["state"] for name, each in found.items()}
     assert states == {"stopped": "stopped", "running": "running", "deep/down/finished": "finished", "broken": "broken",
-                      "torn": "broken", "begun": "stopped"}
+                      "torn": "broken", "odd": "broken", "begun": "stopped"}
     assert (found["running"]["family"], found["running"]["rounds"], found["running"]["best"]) == ("toys", "3/4", 3.0)
     assert "not a database" in found["broken"]["why"]
     shown = capsys.readouterr().out
@@ -306,8 +312,9 @@ def test_panels_and_comparisons_are_printed(folder: Path, capsys: pytest.Capture
     assert main(["runs", "compare", str(folder), str(folder)]) == 0
     assert "may be luck" in capsys.readouterr().out
     assert main(["runs", "show", str(folder), "fame"]) == 2
-    assert main(["runs", "show", str(folder), "slots", "--at", "row=x"]) == 2
-    assert "--at row needs a number, as in --at row=2" in capsys.readouterr().err
+    for wrong in ("x", "9" * 20, "9" * 5000):
+        assert main(["runs", "show", str(folder), "slots", "--at", f"row={wrong}"]) == 2
+        assert "--at row needs a number, as in --at row=2" in capsys.readouterr().err
 
 
 KILLED = """

@@ -102,6 +102,7 @@ def bring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 WRONG = {
     "import nothing_of_this_name": "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+    "import sys; sys.exit(3)": "SystemExit: 3",
     "1 / 0": "ZeroDivisionError: division by zero",
     "import esper; esper.register_reward('utility', print)": "the reward 'utility' exists already; give yours another name",
     "import esper; esper.register_policy('wait', print)": "the policy 'wait' exists already",

@@ -57,6 +57,14 @@ def test_missing_is_null_and_never_a_number(tmp_path: Path) -> None:
     assert found == [(0.5, None), (None, None), (None, None)]
 
 
+def test_text_that_is_no_unicode_does_not_stop_a_run(tmp_path: Path) -> None:
+    store = Store(tmp_path / "run.db")
+    store.write("worker", {"round": 0, "shard": 0, "log": "printed \udce4"})
+    store.commit()
+    assert read(store.path, "SELECT log FROM worker") == [("printed \\udce4",)]
+    verify(store.path)
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"fame": 1.0}, "table 'step' has no column fame"),
     ({"smooth": 1.5}, r"step.smooth cannot be 1.5: it lies in 0 .. 1"),

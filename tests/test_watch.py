@@ -20,8 +20,8 @@ from textual.pilot import Pilot
 from esper.cli import main
 from esper.cli.watch import _found
 from esper.karn import PAGES, PANELS, watching
-from esper.karn.drawn import STAGES, Place, draw
-from esper.karn.panels import RENDERERS, Table
+from esper.karn.drawn import RENDERERS, STAGES, Place, draw
+from esper.karn.panels import Table
 from esper.karn.watching import TABS, Watch
 from esper.leyline import SeedStage
 from esper.nissa import Store
@@ -91,7 +91,7 @@ def test_every_page_asks_its_questions_and_shows_what_was_planted(folder: Path, 
                      "● heuristic round 3  gain +1.00 (-0.13 to +2.13)", "● learned round 3  gain +3.00 (+1.87 to +4.13)",
                      "starved           slot gradient  1       -       2", "rollback          hosts          1       2       1",
                      "entropy_collapse  op             0       1       1       0.02  0.02"],
-        "population": ["▌2   62.50% +12.50", "▌·T           WAIT", "▸0    50.00% +0.00", "▸F·      FOSSILIZE"],
+        "population": ["▌2   62.50% +12.50", "▌·T           WAIT", "▸0     50.00% 0.00", "▸F·      FOSSILIZE"],
         "host": ["├─◆ stem  TBHF        FOSSILIZED  mixer      1.00   +3.12 ± 1.56", "├─◇ tail  ····        DORMANT"],
         "tamiyo": ["slot       75.00%         0.50       0.00", "op         50.00%         1.00", "0.03", "attention", "93.75%"],
         "rewards": ["reward            +6.25", "reward_credit     -"]}

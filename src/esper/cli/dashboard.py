@@ -10,7 +10,8 @@ from esper.karn.serving import LOCAL, serve
 
 def run(options: options.Dashboard, console: Console) -> None:
     with serve(options.runs, options.host, options.port) as page:
-        console.print(page.url, soft_wrap=True)
+        newest = page.gallery.newest()
+        console.print(page.url + (f"#run={newest}" if newest else ""), soft_wrap=True)
         if options.host not in (LOCAL, "localhost", "::1"):
             console.print("whoever reaches this address and knows the token reads these runs", style="yellow")
         console.print("Ctrl-C ends it", style="dim")

@@ -181,7 +181,7 @@ class Dashboard:
     Example: esper dashboard runs/first"""
 
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN ...")] = (Path("runs"),)
-    """Folders of runs, stores, or folders that hold runs."""
+    """Folders of runs, stores, or folders that hold runs; the page opens on the newest run."""
     host: Annotated[str, arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to serve at. Whoever can reach another one and knows the token sees everything, unencrypted."""
     port: Annotated[int, arg(metavar="N")] = 0  # Any that is free by default.

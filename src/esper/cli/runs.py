@@ -18,7 +18,8 @@ from rich.console import Console
 from esper.cli.options import RunsCompare, RunsList, RunsShow
 from esper.cli.shown import print_rows, print_table
 from esper.karn import compare, open_run
-from esper.karn.drawn import said_time
+from esper.karn.panels import said
+from esper.karn.stores import DESCRIPTION, STORE
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.provenance import provenance
@@ -28,7 +29,6 @@ from esper.simic.workers import PREPARATIONS
 from esper.tamiyo import Controller
 from esper.tolaria.tasks import task_digest
 
-DESCRIPTION, STORE = "run.json", "run.db"
 LISTED = ("run", "state", "family", "seed", "rounds", "gain", "low", "high", "best", "age", "why")
 
 
@@ -147,7 +147,7 @@ def _listed(folder: Path) -> dict[str, Any]:
 def run(options: RunsList | RunsShow | RunsCompare, console: Console) -> None:
     if isinstance(options, RunsShow):
         pairs = [each.partition("=") for each in options.at]
-        if wrong := [name for name, _, number in pairs if not number.isdecimal()]:
+        if wrong := [name for name, _, number in pairs if not number.isdecimal() or len(number) > 18]:
             raise EsperError(f"--at {wrong[0]} needs a number, as in --at {wrong[0]}=2")
         chosen = {name: int(number) for name, _, number in pairs}
         with open_run(options.run) as shown:
@@ -163,7 +163,7 @@ def run(options: RunsList | RunsShow | RunsCompare, console: Console) -> None:
         for each in found:
             if each["low"] is not None:
                 each["gain"] = points(*(each[name] / 100 for name in ("gain", "low", "high")))
-            each["age"] = said_time(each["age"])
+            each["age"] = said(each["age"], "s")
         shown_columns = [name for name in LISTED if name not in ("low", "high")]
         print_rows(shown_columns, [[each[name] for name in shown_columns] for each in found], console)
     else:

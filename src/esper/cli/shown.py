@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from esper.karn import Table
-from esper.karn.drawn import said
+from esper.karn.panels import said
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from esper.cli.options import Sql
 from esper.cli.shown import print_rows
-from esper.karn.panels import store_of
+from esper.karn.stores import store_of
 from esper.nissa import ask
 
 

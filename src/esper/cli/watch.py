@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from esper.cli.options import Watch
-from esper.cli.runs import DESCRIPTION, STORE
 from esper.karn.drawn import Place, shown
-from esper.karn.panels import PAGES, open_run, store_of
+from esper.karn.panels import PAGES, open_run
+from esper.karn.stores import DESCRIPTION, STORE, store_of, written
 from esper.leyline import EsperError
 
 
@@ -34,11 +34,5 @@ def _found(path: Path) -> Path:
     if path.is_file() or any((path / name).exists() for name in (STORE, DESCRIPTION)):
         return store_of(path)
     if below := [each.parent / STORE for name in (STORE, DESCRIPTION) for each in path.rglob(name)]:
-        return max(below, key=_written)
+        return max(below, key=written)
     raise EsperError(f"there is no run below {path}; begin one with esper train")
-
-
-def _written(store: Path) -> float:
-    """When a store, what was not yet moved into it, or the description of the run was written."""
-    beside = (store, store.with_name(f"{STORE}-wal"), store.with_name(DESCRIPTION))
-    return max(path.stat().st_mtime for path in beside if path.exists())

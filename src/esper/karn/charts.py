@@ -54,6 +54,11 @@ def ticks(values: Iterable[float]) -> list[float]:
     return [step * number for number in range(first, max(last, first + 1) + 1)]
 
 
+def colours(names: Sequence[str]) -> dict[str, str]:
+    """name -> class; from the seventh on they are dashed as well."""
+    return {name: f"c{place % 6 + 1}{' dashed' * (place >= 6)}" for place, name in enumerate(names)}
+
+
 class Plot:
     """A chart in the units of its axes; `marks` are drawn in their order."""
 

@@ -9,7 +9,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from esper.karn.live import bar, sparkline
-from esper.karn.panels import UNITS, Rows, Table
+from esper.karn.panels import UNITS, Rows, Table, said
 from esper.leyline import SeedStage
 
 WIDE = 120  # columns of a terminal that has place for two panels beside each other
@@ -24,7 +24,7 @@ COLOURS = {"running": "green", "finished": "cyan", "stopped": "yellow", "better"
            "kept": "green", "pruned": "red", "GERMINATE": "bright_blue", "FOSSILIZE": "green", "PRUNE": "red",
            **{stage: colour for stage, (_, colour) in STAGES.items()}}
 INTERVALS = {"gain": ("low", "high"), "difference": ("diff_low", "diff_high")}
-_TIMES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))
+_BEHIND = {"%": "%", UNITS["rate"]: f" {UNITS['rate']}"}  # units that stand behind every number
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille letter, by column
 Point = tuple[float, float | None, float | None, float | None]  # x, y, ends of its interval
 
@@ -41,34 +41,13 @@ class Place(NamedTuple):
     lines: int = 4  # of a chart
 
 
-def said(value: Any) -> str:
-    """Numbers in short; a dash for what was not measured; nothing that a terminal would obey."""
-    if isinstance(value, float):
-        return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:.2f}"
-    if isinstance(value, list):
-        return " ".join(map(said, value))
-    return "-" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
-
-
-def said_time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    size, unit = next((size, unit) for least, size, unit in _TIMES if seconds >= least or not least)
-    return f"{seconds / size:.0f} {unit}"
-
-
-_SAID: Mapping[str, Callable[[float], str]] = {
-    "points": lambda value: f"{value:+.2f}", "%": lambda value: f"{value:.2f}%", "s": said_time,
-    UNITS["rate"]: lambda value: f"{value:.2f} {UNITS['rate']}",
-    "rolled_back": lambda value: "yes" if value else ""}
-"""unit or column -> how its numbers are said."""
-
-
 def figures(table: Table, row: Sequence[Any]) -> dict[str, str]:
     """column -> what a row says there; an interval stands behind its mean."""
     known = dict(zip(table.columns, row, strict=True))
-    told = {name: "-" if value is None else _SAID.get(UNITS.get(name, name), said)(value)
+    told = {name: said(value, unit := UNITS.get(name, "")) + _BEHIND.get(unit, "") * (value is not None)
             for name, value in known.items()}
+    if "rolled_back" in told:
+        told["rolled_back"] = "yes" if known["rolled_back"] else ""
     for mean, (low, high) in INTERVALS.items():
         if low in told:
             ends = f" ({told.pop(low)} to {told.pop(high)})"
@@ -84,7 +63,7 @@ def draw(table: Table, at: Place) -> Text:
             head.append(f" [{unit}]", f"not bold {DIM}")
     if not table.rows:
         return Text.assemble(head, ("\nnothing to show", DIM))
-    return Text("\n").join([head, *_RENDERERS[table.renderer](table, at)])
+    return Text("\n").join([head, *RENDERERS[table.renderer](table, at)])
 
 
 def shown(tables: Sequence[Table], at: Place) -> RenderableType:
@@ -204,7 +183,8 @@ def _network(table: Table, at: Place) -> list[Text]:
         told, (_, colour) = figures(table, now), STAGES[now[2]]
         past = (STAGES[cells.get((epoch, slot), none)[2]] for epoch in range(1, last + 1))
         knot = "◆" if now[4] else "◇" if now[3] is None else "◈"
-        doubt = {each: f" ± {told['error'][1:]}" for each in ("contribution", "preview") if told[each] != "-"}
+        doubt = {each: f" ± {said(now[7])}" for each in ("contribution", "preview")
+                 if told[each] != "-" and now[7] is not None}
         lines.append([Text.assemble("├─", (f"{knot} ", colour), (said(name), "bold")), Text.assemble(*past),
                       *(_word(told[each] + doubt.get(each, "")) for each in table.columns[2:7])])
     head = ["● in", f"to epoch {last}", *table.columns[2:7]]
@@ -300,5 +280,5 @@ def _chart(lines: Mapping[str, Sequence[Point]], x_title: str, mark: int | None,
     return [*drawn, Text(f"{'':>{gutter}}{ends[0]:<{wide - len(ends[1])}}{ends[1]}", DIM)]
 
 
-_RENDERERS: Mapping[str, Callable[[Table, Place], list[Text]]] = {
+RENDERERS: Mapping[str, Callable[[Table, Place], list[Text]]] = {
     "text": _text, "line": _line, "bars": _bars, "table": _table, "tiles": _tiles, "network": _network}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from esper.karn.charts import Z95
+from esper.karn.panels import said
 from esper.nissa import read
 
 if TYPE_CHECKING:  # rich is for those who show a panel; the room is read without it
@@ -43,8 +44,7 @@ class Summary:
 
     @property
     def pace(self) -> str:
-        left = f"{self.left / 60:.0f} min" if self.left < 7200 else f"{self.left / 3600:.0f} h"
-        return f"{self.rate:,.0f} host-epochs/s  {left} left"
+        return f"{self.rate:,.0f} host-epochs/s  {said(self.left, 's')} left"
 
     def line(self) -> str:
         trouble = f"  ! {', '.join(self.anomalies)}" if self.anomalies else ""
@@ -111,6 +111,6 @@ def panel(state: Summary) -> "Table":
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold", max_width=69)
-    for name, (said, style) in rows.items():
-        table.add_row(name, Text(said, style))
+    for name, (told, style) in rows.items():
+        table.add_row(name, Text(told, style))
     return table

@@ -8,10 +8,8 @@ from string import Template
 from typing import Any
 
 from esper.karn.charts import tag
-from esper.karn.panels import Table
+from esper.karn.panels import Table, said
 from esper.leyline.storage import atomic_write
-
-_TIMES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"))
 
 
 def write_page(out: Path, title: str, head: str, sections: Mapping[str, str]) -> None:
@@ -45,16 +43,8 @@ def list_of(about: Mapping[str, object]) -> str:
 
 
 def figure(value: Any, unit: str = "") -> str:
-    """A number as text, as the page in the browser writes it; a dash for what was not measured."""
-    if value is None or not isinstance(value, int | float) or isinstance(value, bool):
-        return "-" if value is None else str(value)
-    if unit == "s":
-        size, name = next(((size, name) for least, size, name in _TIMES if value >= least), (1, "s"))
-        return f"{value / size:.0f} {name}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    small = 0 < abs(value) < 0.01
-    return ("+" if unit == "points" and value > 0 else "") + (f"{value:.3g}" if small else f"{value:.2f}")
+    """Long counts are easier to read on paper with commas."""
+    return f"{value:,}" if type(value) is int and not unit else said(value, unit)
 
 
 def table_of(table: Table, most: int = 200) -> str:

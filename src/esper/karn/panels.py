@@ -23,22 +23,20 @@ import math
 import sqlite3
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from esper.karn.charts import Z95
-from esper.karn.facts import facts_of
 from esper.karn.lives import lives_of
+from esper.karn.stores import STORE, facts_of, stamp, store_of
 from esper.leyline import EsperError, SeedStage
 from esper.leyline.storage import is_locked
 from esper.nissa import reader
 
-STORE = "run.db"
 LATE = 5.0, 60.0  # a round is late after so many times its usual length, and at least so many seconds
-RENDERERS = ("text", "line", "bars", "table", "tiles", "network")
 _POINTS = ("gain low high best difference diff_low diff_high reward reward_gain reward_size reward_compute "
            "reward_credit reward_potential contribution preview evidence error value followed")
 _CHANCES = ("chance", "chance_op", "chance_slot", "chance_blueprint")
@@ -48,7 +46,24 @@ UNITS: Mapping[str, str] = {
     **dict.fromkeys(("age", "left", "seconds"), "s"), "rate": "host-epochs/s",
     **dict.fromkeys(("entropy", "kl"), "nats")}
 """column -> unit, where it has one."""
+_TIMES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (-math.inf, 1, "s"))
 Rows = list[tuple[Any, ...]]
+
+
+def said(value: Any, unit: str = "") -> str:
+    """A number in short, as every viewer writes it, with a sign where it is in points; a dash for what was
+    not measured; of names nothing that a terminal would obey."""
+    if isinstance(value, list):
+        return " ".join(said(each, unit) for each in value)
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return "-" if value is None else "".join(c if c.isprintable() else "?" for c in str(value))
+    if unit == "s":
+        size, name = next((size, name) for least, size, name in _TIMES if value >= least)
+        return f"{value / size:.0f} {name}"
+    if isinstance(value, int) and not unit:
+        return str(value)
+    small = f"{value:.3g}".replace("e-0", "e-") if 0 < abs(value) < 0.01 else ""
+    return ("+" if unit == "points" and value > 0 else "") + (small or f"{value:.2f}")
 
 
 class Table(NamedTuple):
@@ -90,19 +105,30 @@ class Extent:
     slots: list[str]
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """A store that is looked at. It may be written meanwhile."""
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = store_of(path)
-        self.connection, self.clock = reader(self.path), clock
+        self.path, self.clock = store_of(path), clock
+        self._open()
         self._seen = self._version()
 
-    def __enter__(self) -> Self:
+    def _open(self) -> None:
+        self._file: list[tuple[int, ...]] | None = None
+        found, self.connection = stamp(self.path), reader(self.path)
+        self._copied = not self.rows("PRAGMA database_list")[0][2]  # of an earlier schema, in memory
+        self._file = found
+
+    def refresh(self) -> Self:
+        """Opened again, if another file lies there now or this is a copy of one that was written since."""
+        upto = None if self._copied else 1
+        if self._file is None or stamp(self.path)[:upto] != self._file[:upto]:
+            self.connection.close()
+            self._open()
+            self._seen = -1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *about: object) -> None:
         self.connection.close()
 
     @property
@@ -112,8 +138,17 @@ class Run:
     def rows(self, query: str, **values: object) -> Rows:
         try:
             return self.connection.execute(query, values).fetchall()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
             raise EsperError(f"cannot read the run store {self.path}: {error}") from error
+
+    @contextmanager
+    def trusted(self) -> Iterator[None]:
+        """What no run writes, such as text for a number, is damage."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError) as error:
+            raise EsperError(f"the run store {self.path} is damaged: {error!r}; "
+                             "put back a whole one") from error
 
     def _version(self) -> int:
         return int(self.rows("PRAGMA data_version")[0][0])
@@ -159,22 +194,9 @@ class Run:
         chosen = {"round": extent.round, "epoch": extent.epochs, "row": min(extent.rows, default=0),
                   "last": 10, "z": Z95} | selection
         answer = panel.answer
-        rows = self.rows(answer, **chosen) if isinstance(answer, str) else list(answer(self, chosen))
+        with self.trusted():
+            rows = self.rows(answer, **chosen) if isinstance(answer, str) else answer(self, chosen)
         return Table(panel.columns, rows, panel.question, panel.renderer)
-
-
-def store_of(path: str | Path) -> Path:
-    """The store of a folder, or the file itself."""
-    return Path(path) / STORE if Path(path).is_dir() else Path(path)
-
-
-def stores_below(path: str | Path) -> list[Path]:
-    """The store of a run, or those of all runs below a folder."""
-    if (store := store_of(path)).exists():
-        return [store]
-    if found := sorted(Path(path).rglob(STORE)) if Path(path).is_dir() else []:
-        return found
-    raise EsperError(f"there is no run in {path}; begin one with esper train --out {path}")
 
 
 def open_run(path: str | Path, clock: Callable[[], float] = time.time) -> Run:
@@ -192,9 +214,11 @@ def interval(values: Sequence[float]) -> tuple[float, float | None, float | None
 def exams_of(run: Run) -> dict[tuple[str, int], dict[int, float]]:
     """(policy, rounds before it) -> scenario -> utility, of every examination."""
     found: dict[tuple[str, int], dict[int, float]] = {}
-    for policy, number, scenario, utility in run.rows("SELECT policy, round, scenario, utility FROM exam "
-                                                      "WHERE utility IS NOT NULL ORDER BY policy, round"):
-        found.setdefault((policy, number), {})[scenario] = utility
+    with run.trusted():
+        for policy, number, scenario, utility in run.rows(
+                "SELECT policy, round, scenario, utility FROM exam WHERE utility IS NOT NULL "
+                "ORDER BY policy, round"):
+            found.setdefault((policy, int(number)), {})[scenario] = float(utility)
     return found
 
 
@@ -267,7 +291,7 @@ def _blueprints(run: Run, chosen: Mapping[str, Any]) -> Rows:
 _HOST = " FROM step WHERE round = :round AND row = :row "
 _LAST_EXAM = ("FROM exam WHERE policy = 'learned' AND round = "
               "(SELECT max(round) FROM exam WHERE policy = 'learned')")
-_TERMS = ("reward", "reward_gain", "reward_size", "reward_compute", "reward_credit", "reward_potential")
+TERMS = ("reward", "reward_gain", "reward_size", "reward_compute", "reward_credit", "reward_potential")
 _UPDATE = ("entropy", "kl", "clip_fraction", "value_error", "explained_variance", "grad_norm",
            "learning_rate")
 PANELS: Mapping[str, Panel] = {
@@ -335,8 +359,8 @@ PANELS: Mapping[str, Panel] = {
     "blueprints": Panel("tamiyo", "Which blueprint is never used?", "bars", (
         "blueprint", "germinated", "kept", "share"), _blueprints),
     "rewards": Panel(
-        "rewards", "What is it paid for? Means over the hosts of a round.", "line", ("epoch", *_TERMS),
-        f"SELECT epoch, {', '.join(f'100 * avg({name})' for name in _TERMS)} FROM step "
+        "rewards", "What is it paid for? Means over the hosts of a round.", "line", ("epoch", *TERMS),
+        f"SELECT epoch, {', '.join(f'100 * avg({name})' for name in TERMS)} FROM step "
         "WHERE round = :round GROUP BY epoch ORDER BY epoch")}
 """name -> panel."""
 PAGES: Mapping[str, list[str]] = {page: [name for name, panel in PANELS.items() if panel.page == page]

@@ -69,8 +69,7 @@ class Evidence:
     def colours(self) -> dict[str, str]:
         known = {row["controller"] for row in self.arms}
         names = sorted((known | set(self.runs)) - {POOLED})
-        own = {name: f"c{place % 6 + 1}{' dashed' * (place >= 6)}" for place, name in enumerate(names)}
-        return dict.fromkeys(known & {POOLED}, "c0") | own
+        return dict.fromkeys(known & {POOLED}, "c0") | charts.colours(names)
 
 
 def write_report(store: Path, runs: Mapping[str, Path], facts: Mapping[str, object], out: Path) -> None:

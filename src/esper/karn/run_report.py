@@ -13,7 +13,8 @@ from esper.karn import charts
 from esper.karn.charts import Estimate, tag
 from esper.karn.comparing import compare
 from esper.karn.markup import figure, fold, legend, list_of, note, table_of, write_page
-from esper.karn.panels import Run, open_run, stores_below
+from esper.karn.panels import TERMS, Run, open_run
+from esper.karn.stores import stores_below
 from esper.leyline.stages import SeedStage
 
 LEARNED = "learned"
@@ -23,7 +24,6 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 STAGES = {SeedStage.TRAINING: "c2 pale", SeedStage.BLENDING: "c1", SeedStage.HOLDING: "c3",
           SeedStage.FOSSILIZED: "kept", SeedStage.PRUNED: "pruned"}
 TOLD = ("family", "task", "seed", "rounds", "rows", "date", "commit", "version", "hardware")
-REWARDS = ("reward", "reward_gain", "reward_size", "reward_compute", "reward_credit", "reward_potential")
 Runs = Mapping[str, Run]  # by a name of its own
 
 
@@ -60,10 +60,6 @@ def over_seeds(lines: Sequence[Sequence[Estimate]]) -> list[Estimate]:
     return means
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
-    return {name: f"c{place % 6 + 1}{' dashed' * (place >= 6)}" for place, name in enumerate(names)}
-
-
 def _head(runs: Runs) -> str:
     parts = []
     for name, run in runs.items():
@@ -86,7 +82,7 @@ def _compared(runs: Runs) -> str:
 
 
 def _learning(runs: Runs) -> str:
-    parts, colours, groups = [], _colours(list(runs)), dict[Any, list[str]]()
+    parts, colours, groups = [], charts.colours(list(runs)), dict[Any, list[str]]()
     for name, run in runs.items():
         groups.setdefault(run.facts().get("group", name), []).append(name)
     for panel, title in {"learning": "gain of a round, points", "exams": "gain of an exam, points"}.items():
@@ -165,7 +161,7 @@ def _lines(panel: str, columns: Sequence[str], x: str) -> Callable[[Runs], str]:
                 if (value := row[table.columns.index(column)]) is not None:
                     label = str(row[0]) if at else column.replace("_", " ")
                     lines.setdefault(label, []).append((row[at], value, None))
-            colours |= _colours(list(lines))
+            colours |= charts.colours(list(lines))
             drawn = {each: (colours[each], line) for each, line in lines.items()}
             title = ", ".join([name] * (len(runs) > 1) + [table.units[columns[0]]])
             plots += [charts.curves(drawn, f"{x}s", title)] if lines else []
@@ -188,7 +184,7 @@ SECTIONS: Mapping[str, Callable[[Runs], str]] = {
     "Which is better": _compared, "Learning curves": _learning, "Score against cost": _frontier,
     "Genealogy of seeds": _genealogy,
     "What it does, in the last ten rounds": _tables("actions", "blueprints"),
-    "Rewards of the last round": _lines("rewards", REWARDS, "epoch"),
+    "Rewards of the last round": _lines("rewards", TERMS, "epoch"),
     "Is it certain": _lines("heads", ("entropy_share",), "round"), "Incidents": _tables("incidents"),
     "Costs": _tables("cost")}
 """title -> markup; a section without any is left out."""

@@ -13,10 +13,8 @@ IP address, localhost or the name that was asked for: a name that a stranger's D
 import hmac
 import ipaddress
 import json
-import os
 import secrets
 import socket
-import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +30,13 @@ from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from esper.karn.comparing import compare
-from esper.karn.panels import PAGES, Run, open_run, stores_below
+from esper.karn.panels import PAGES, Run, open_run
+from esper.karn.stores import stores_below, written
 from esper.leyline import EsperError
 
 LOCAL = "127.0.0.1"
 PAUSE, BEAT = 0.5, 5.0  # seconds between two looks for news; and between two signs of life to a page
+MOST = 64  # connections at a time, each with a thread; more are closed at once
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 ASSETS = {"/": "index.html"} | {f"/{name}": name for name in (
     "app.js", "draw.js", "pages.js", "style.css", "uplot.js", "uplot.css")}
@@ -54,24 +54,26 @@ class Gallery:
     """Stores that are looked at from many threads, one at a time. What breaks says so and is tried again."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
-        self.paths = list(dict.fromkeys(store for path in paths for store in stores_below(path)))
+        self.given, self.paths = paths, list[Path]()
+        self._find()
         self.lock, self.news, self.version, self.closed = threading.Lock(), threading.Condition(), 0, False
-        self._open: dict[int, tuple[int, Run]] = {}
+        self._open: dict[int, Run] = {}
+
+    def _find(self) -> None:
+        """Those that were begun since come last, so that a run keeps its number."""
+        found = dict.fromkeys(store for path in self.given for store in stores_below(path))
+        self.paths += [store for store in found if store not in self.paths]
 
     def run(self, number: int) -> Run:
-        """Opened at its first use, and again where another file has taken its place."""
+        """Opened at its first use."""
         if not 0 <= number < len(self.paths):
             raise EsperError(f"there is no run {number}; there are {len(self.paths)}, from 0")
-        try:
-            file = os.stat(self.paths[number]).st_ino
-        except OSError as error:
-            raise EsperError(f"the run store {self.paths[number]} is gone: {error.strerror}") from error
-        known = self._open.get(number)
-        if known is None or known[0] != file:
-            if known is not None:
-                known[1].connection.close()
-            self._open[number] = file, open_run(self.paths[number])
-        return self._open[number][1]
+        if number not in self._open:
+            self._open[number] = open_run(self.paths[number])
+        return self._open[number].refresh()
+
+    def newest(self) -> int:
+        return max(range(len(self.paths)), key=lambda number: written(self.paths[number]))
 
     def watch(self) -> None:
         """Until it is closed, tell those who wait when anything was written."""
@@ -85,9 +87,8 @@ class Gallery:
     def _changed(self) -> bool:
         found = False
         for number in range(len(self.paths)):
-            with self.lock, suppress(EsperError, sqlite3.Error):
-                before, run = self._open.get(number), self.run(number)
-                found |= run.changed() or (before is not None and before[1] is not run)
+            with self.lock, suppress(EsperError):
+                found |= self.run(number).changed()
         return found
 
     def events(self) -> Iterator[int]:
@@ -103,11 +104,13 @@ class Gallery:
             self.closed = True
             self.news.notify_all()
         with self.lock:
-            for _, run in self._open.values():
+            for run in self._open.values():
                 run.connection.close()
 
     def runs(self, query: Query) -> list[dict[str, Any]]:
         found = []
+        with suppress(EsperError):
+            self._find()
         for number, path in enumerate(self.paths):
             about: dict[str, Any] = {"run": number, "name": path.parent.name, "path": str(path)}
             try:
@@ -133,7 +136,7 @@ class Gallery:
     def compare(self, query: Query) -> dict[str, Any]:
         """Those that can be read."""
         runs = [self.run(about["run"]) for about in self.runs(query) if "broken" not in about]
-        return compare(runs, query.get("policy", "learned")).json()
+        return compare(runs).json()
 
 
 API: Mapping[str, Callable[[Gallery, Query], Any]] = {
@@ -154,7 +157,10 @@ class Handler(BaseHTTPRequestHandler):
         return cast("Dashboard", self.server)
 
     def do_GET(self) -> None:
-        place = urlsplit(self.path)
+        try:
+            place = urlsplit(self.path)
+        except ValueError:
+            return self._answer("text/plain", b"that is no address", HTTPStatus.BAD_REQUEST)
         query = {name: values[-1] for name, values in parse_qs(place.query).items()}
         try:
             if not self.page.knows_host(self.headers.get("Host", "")):
@@ -186,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
             with self.page.gallery.lock:
                 found = API[path](self.page.gallery, query)
             status = HTTPStatus.OK
-        except (EsperError, OverflowError) as error:
+        except EsperError as error:
             found, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
         self._answer("application/json", json.dumps(_exact(found)).encode(), status)
 
@@ -216,6 +222,7 @@ class Dashboard(ThreadingHTTPServer):
 
     def __init__(self, runs: Sequence[str | Path], host: str, port: int) -> None:
         self.gallery, self.host, self.token = Gallery(runs), host, secrets.token_urlsafe(24)
+        self.places = threading.BoundedSemaphore(MOST)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), Handler)
@@ -248,6 +255,15 @@ class Dashboard(ThreadingHTTPServer):
             return name in ("localhost", self.host.lower()) or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self.places.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # a browser that went away is no error

@@ -3,7 +3,6 @@
 Once a second the store is asked whether anything was written; what is on the screen is queried again then.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -18,8 +17,8 @@ from textual.events import Key, Resize
 from textual.widgets import Static
 
 from esper.karn.comparing import compare
-from esper.karn.drawn import COLOURS, DIM, Place, said, shown, tiles_across
-from esper.karn.panels import PAGES, Extent, Run, open_run
+from esper.karn.drawn import COLOURS, DIM, Place, shown, tiles_across
+from esper.karn.panels import PAGES, Extent, Run, open_run, said
 from esper.leyline import EsperError
 
 TABS = (*PAGES, "compare")
@@ -61,7 +60,6 @@ class Watch(App[None]):
         super().__init__()
         self.store, self.others, self.clock = store, others, clock
         self.seen: Run | None = None
-        self.identity = 0, 0
         self.page = self.before = TABS[0]
         self.moment: tuple[int, int] | None = None  # round and epoch; None follows the run
         self.row = self.picked = self.asked = 0
@@ -120,15 +118,9 @@ class Watch(App[None]):
 
     def _current(self) -> Run:
         """The store as it lies there now: it may have been replaced."""
-        try:
-            found = os.stat(self.store)
-        except OSError:
-            self._close()
-            raise EsperError(f"there is no run store {self.store}; it is shown once it is there") from None
-        if self.seen is None or self.identity != (found.st_dev, found.st_ino):
-            self._close()
-            self.seen, self.identity = open_run(self.store, self.clock), (found.st_dev, found.st_ino)
-        return self.seen
+        if self.seen is None:
+            self.seen = open_run(self.store, self.clock)
+        return self.seen.refresh()
 
     def _close(self) -> None:
         if self.seen is not None:
@@ -190,6 +182,7 @@ class Watch(App[None]):
         if self.page == "population":
             self.turn("host")
         elif self.page == "compare" and self.listed:
+            self._close()
             self.store, self.picked, self.moment = self.listed[self.picked], 0, None
             self.turn(TABS[0])
 

@@ -25,7 +25,7 @@ def load_plugins() -> list[str]:
             try:
                 found.load()
                 _brought[called] = ""
-            except Exception as error:  # whatever its code does
+            except (Exception, SystemExit) as error:  # whatever its code does
                 _brought[called] = f"{type(error).__name__}: {error}".partition("\n")[0]
         _progress.append("done")
     for called, wrong in () if loading() else _brought.items():

@@ -16,8 +16,8 @@ esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op"
 esper sql runs/first "SELECT * FROM seed WHERE round = 3" --rows 100000 --csv > seeds.csv
 ```
 
-`esper sql` takes one SELECT. It can change nothing, opens no other file, and stops after `--rows` and
-`--seconds`.
+`esper sql` takes one SELECT. It can change nothing, opens no other file, and stops after `--rows`, after
+`--seconds` and at an answer of 100 MB.
 
 These are the tables of schema {schema} (`PRAGMA user_version`). A store of schema 2 is brought to it when its
 run is resumed, with NULL for what was not measured then; viewers bring a copy in memory. Runs whose facts

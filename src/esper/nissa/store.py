@@ -1,7 +1,9 @@
 """The run store: one SQLite file that a run writes and anybody reads. Its tables are the registry's."""
 
+import itertools
 import math
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -11,23 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from esper.leyline import EsperError
+from esper.nissa import sealing
 from esper.nissa.registry import CREATE, KEYS, SCHEMA, TABLES
-from esper.nissa.sealing import (
-    ALL,
-    BY_ROUND,
-    EARLIER,
-    SEAL,
-    damage,
-    is_whole,
-    migrate,
-    seal,
-    tables_of,
-    version_of,
-)
 
-_PLAIN: dict[str, Callable[[Any], Any]] = {"TEXT": lambda text: text, "REAL": float, "INTEGER": int}
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "TEXT": lambda text: text.encode("utf-8", "backslashreplace").decode(), "REAL": float, "INTEGER": int}
 _ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-LONGEST = 10_000_000  # bytes of one value that a query may make
+LONGEST, LARGEST = 10_000_000, 100_000_000  # bytes that a query may make of one value, and of all
 PATIENCE = 60.0  # seconds that a write waits for another program's lock
 _LOCKED, _SHUT = "another program has locked it; let that one end, then resume the run", "make it writable"
 _BROKEN = "put back a whole one"
@@ -60,21 +52,21 @@ class Store:
     def _prepare(self) -> None:
         """Make the tables of a new store, or bring those of an earlier schema here; a store of any other
         schema is refused and left as it is."""
-        made, version = tables_of(self.connection), version_of(self.connection)
-        if made and version not in (SCHEMA, *EARLIER):
+        made, version = sealing.tables_of(self.connection), sealing.version_of(self.connection)
+        if made and version not in (SCHEMA, *sealing.EARLIER):
             raise EsperError(f"the run store {self.path} has schema {version}, and this version of Esper "
                              f"writes schema {SCHEMA}; begin a new run in another folder")
-        if made and not is_whole(self.connection):
+        if made and not sealing.is_whole(self.connection):
             raise EsperError(f"the run store {self.path} lacks the tables of schema {version}; {_BROKEN}")
         self.connection.execute("PRAGMA journal_mode=WAL")
         self.connection.execute("PRAGMA synchronous=NORMAL")
         self.connection.execute("BEGIN IMMEDIATE")
         with self.connection:
             if made and version != SCHEMA:
-                if found := damage(self.connection):
+                if found := sealing.damage(self.connection):
                     raise _damaged(self.path, found)
-                migrate(self.connection)
-            elif not tables_of(self.connection):
+                sealing.migrate(self.connection)
+            elif not sealing.tables_of(self.connection):
                 for create in CREATE.values():
                     self.connection.execute(create)
                 self.connection.execute(f"PRAGMA user_version = {SCHEMA}")
@@ -99,8 +91,8 @@ class Store:
 
     def commit(self) -> None:
         """Write what is waiting, all or nothing, and seal the rounds that it touches; without rounds, all."""
-        rounds = {row[0] for table, rows in self.waiting if table in BY_ROUND for row in rows}
-        scopes = [f"round {number}" for number in rounds] or [ALL] * bool(self.waiting)
+        rounds = {row[0] for table, rows in self.waiting if table in sealing.BY_ROUND for row in rows}
+        scopes = [f"round {number}" for number in rounds] or [sealing.ALL] * bool(self.waiting)
         try:
             self.connection.execute("BEGIN IMMEDIATE")
             with self.connection:
@@ -108,7 +100,7 @@ class Store:
                     marks = ", ".join("?" * len(TABLES[table]))
                     self.connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
                 for scope in scopes:
-                    seal(self.connection, scope)
+                    sealing.seal(self.connection, scope)
         except sqlite3.Error as error:
             raise _trouble("write", self.path, error) from error
         self.waiting.clear()
@@ -131,11 +123,11 @@ def verify(path: str | Path) -> None:
     try:
         with closing(_readable(path)) as connection:
             connection.execute("BEGIN")  # one moment of a store that is being written
-            made, version = tables_of(connection), version_of(connection)
-            if made and SEAL not in made and version < SCHEMA:
+            made, version = sealing.tables_of(connection), sealing.version_of(connection)
+            if made and sealing.SEAL not in made and version < SCHEMA:
                 raise EsperError(f"the run store {path} has schema {version}, which has no seals: it can be "
                                  "read, but not verified")
-            found = damage(connection)
+            found = sealing.damage(connection)
     except _ERRORS as error:
         if ADVICE.get(_code(error), _BROKEN) is not _BROKEN:
             raise _trouble("read", path, error) from error
@@ -149,16 +141,17 @@ def reader(path: str | Path) -> sqlite3.Connection:
     earlier schema is copied into memory and brought here; its file stays as it is."""
     try:
         connection = _readable(path, anywhere=True)
-        version = version_of(connection)
+        version = sealing.version_of(connection)
         if version == SCHEMA:
             return connection
         with closing(connection):
-            if version not in EARLIER or not is_whole(connection):
+            if version not in sealing.EARLIER or not sealing.is_whole(connection):
                 raise EsperError(f"the run store {path} has schema {version}, and this version of Esper "
                                  f"reads schema {SCHEMA}; use the version that wrote it")
             copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             connection.backup(copy)
-            migrate(copy)
+            if sealing.version_of(copy) != SCHEMA:  # its run may have brought it here meanwhile
+                sealing.migrate(copy)
             copy.execute("PRAGMA query_only = 1")
             return copy
     except _ERRORS as error:
@@ -169,7 +162,7 @@ def ask(path: str | Path, query: str, most: int = 1000,
         seconds: float = 10.0) -> tuple[list[str], list[tuple[Any, ...]], bool]:
     """(columns, rows, are there more?) of anybody's SELECT: it can change nothing, reach no other file, and
     ends after so many rows or seconds."""
-    if most < 1 or seconds <= 0:
+    if most < 1 or not seconds > 0:
         raise EsperError("a query needs at least one row and more than 0 seconds")
     deadline = time.monotonic() + seconds
     with closing(reader(path)) as connection:
@@ -178,8 +171,12 @@ def ask(path: str | Path, query: str, most: int = 1000,
                                   else sqlite3.SQLITE_DENY)
         connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
         try:
-            found = connection.execute(query)
-            rows = found.fetchmany(most + 1)
+            found, rows, size = connection.execute(query), list[tuple[Any, ...]](), 0
+            for row in itertools.islice(found, min(most, sys.maxsize - 1) + 1):
+                rows.append(row)
+                size += sum(len(value) for value in row if isinstance(value, (str, bytes)))
+                if size > LARGEST:
+                    raise EsperError(f"the answer has more than {LARGEST:,} bytes; ask for less")
         except (*_ERRORS, sqlite3.Warning, ValueError) as error:
             if _code(error) == sqlite3.SQLITE_INTERRUPT:
                 raise EsperError(f"the query took more than {seconds:g} s; "

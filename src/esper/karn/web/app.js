@@ -54,12 +54,16 @@ async function show(fresh = false) {
   }
 }
 
+let offered = "";
 function header(state) {
-  $("pages").replaceChildren(...Object.keys(PAGES).map((page) =>
-    el("button", { class: page === state.page ? "chosen" : "", "data-page": page, onclick: () => { stop(); go({ page }); } }, page)));
-  const run = runs[state.run];
-  $("run").replaceChildren(...runs.map((each) => el("option", { value: each.run, selected: each.run === state.run, title: each.path },
-    runs.filter((other) => other.name === each.name).length > 1 ? `${each.name} (${each.run})` : each.name)));
+  const run = runs[state.run], offer = JSON.stringify([state.page, state.run, runs.map((each) => [each.name, each.path])]);
+  if (offer !== offered) { // an open list of runs is left alone while nothing in it changes
+    offered = offer;
+    $("pages").replaceChildren(...Object.keys(PAGES).map((page) =>
+      el("button", { class: page === state.page ? "chosen" : "", "data-page": page, onclick: () => { stop(); go({ page }); } }, page)));
+    $("run").replaceChildren(...runs.map((each) => el("option", { value: each.run, selected: each.run === state.run, title: each.path },
+      runs.filter((other) => other.name === each.name).length > 1 ? `${each.name} (${each.run})` : each.name)));
+  }
   const about = run?.state ? records(run.state)[0] : null;
   const words = !run ? "no run" : run.broken ? "broken" : [about.state, `round ${about.round}${about.planned === null ? "" : ` of ${about.planned}`}`,
     about.age === null ? "" : `${said(about.age, "s")} ago`, about.open ? `${about.open} open incident${about.open > 1 ? "s" : ""}` : ""].filter(Boolean).join(" · ");

@@ -17,8 +17,10 @@ function build(node, about, inner) {
 export const el = (tag, about = {}, ...inner) => build(document.createElement(tag), about, inner);
 const shape = (tag, about = {}, ...inner) => build(document.createElementNS(SVG, tag), about, inner);
 
-// Ties go to the even digit, as they do in Python, so that a page and a terminal never differ.
+// Ties, which are odd eighths, go to the even digit as they do in Python, so that a page and a terminal never differ.
 const TWO = new Intl.NumberFormat("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2, useGrouping: false, roundingMode: "halfEven" });
+const two = (value) => (Math.abs((value * 8) % 2) === 1 ? TWO.format(value) : value.toFixed(2));
+const tiny = (value) => (Math.abs(value) < 1e-4 ? value.toExponential() : String(value));
 // A number as text: two digits where it has a unit or a fraction, a sign where it is in points.
 export function said(value, unit) {
   if (value === null || value === undefined) return "-";
@@ -27,7 +29,7 @@ export function said(value, unit) {
   if (unit === "s") return saidTime(value);
   if (!unit && Number.isInteger(value)) return String(value);
   const small = value !== 0 && Math.abs(value) < 0.01;
-  return (unit === "points" && value > 0 ? "+" : "") + (small ? value.toPrecision(3) : TWO.format(value));
+  return (unit === "points" && value > 0 ? "+" : "") + (small ? tiny(+value.toPrecision(3)) : two(value));
 }
 export const withUnit = (value, unit) =>
   value === null || value === undefined || !unit || unit === "s" ? said(value, unit) : `${said(value, unit)} ${unit}`;

@@ -61,7 +61,7 @@ async function population(context) {
     if (now.row !== null) await inspect(detail, { ...context, state: now }, extent, hosts.find((host) => host.row === now.row), () => chosen !== now);
   };
   await update(state);
-  return { node, update, key: JSON.stringify([state.run, state.round]) };
+  return { node, update };
 }
 
 function tile(row, slots, onclick) {
