@@ -26,7 +26,7 @@ from esper.simic import workers as room
 from esper.simic.on_ray import RayWorkers
 from esper.simic.proof.sweep import choices, run_sweep
 from esper.simic.training import CHECKPOINT, Training
-from esper.simic.workers import Call, Done, Processes, Workers
+from esper.simic.workers import Call, Done, Lost, Pool, Processes, Workers
 from esper.tolaria import EnvConfig, Measurement, MorphogeneticEnv
 from tests.test_training import CONFIG, OWN, everything, toys
 from tests.workshop import toy_data, toy_family
@@ -120,6 +120,74 @@ def test_a_worker_that_hangs_is_replaced(two: Processes, tmp_path: Path, monkeyp
     calls = {"slow": functools.partial(_first, tmp_path / "slow", functools.partial(time.sleep, 60)), "fast": functools.partial(int, 3)}
     found = {done.name: done for done in two.run(calls)}
     assert (found["slow"].value, found["slow"].tries, found["fast"].value) == ("answered", 2, 3)
+
+
+class Friends(Pool):
+    """Threads of this process; the first call that is no introduction is `lost`, after so many seconds."""
+
+    def __init__(self, count: int, lost: float) -> None:
+        super().__init__(count)
+        self.lost, self.places = [lost], list[int]()
+
+    def start(self, place: int) -> int:
+        self.places.append(place)
+        return place
+
+    def alive(self, handle: int) -> bool:
+        return True
+
+    def ask(self, handle: int, call: Any) -> Done:
+        if call.func is room._introduce:
+            return Done(room._introduce(1, ()))
+        if handle == 0 and self.lost:
+            time.sleep(self.lost.pop())
+            raise Lost
+        return Done(call())
+
+    def stop(self, handle: int) -> None: ...
+
+
+def test_who_replaces_a_worker_takes_its_place_and_its_device() -> None:
+    with Friends(3, 0.0) as workers:
+        assert {done.value for done in workers.run({str(n): functools.partial(int, n) for n in range(3)})} == {0, 1, 2}
+        assert workers.places == [0, 1, 2, 0]
+
+
+def test_a_worker_that_is_lost_late_is_replaced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "PATIENCE", 0.3)
+    with Friends(1, 0.5) as workers:
+        assert [done.tries for done in workers.run({"asked": functools.partial(int, 3)})] == [2]
+
+
+def test_workers_that_died_while_they_had_nothing_to_do_are_replaced(two: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"asked": functools.partial(int, 3)}
+    list(two.run(asked))
+    monkeypatch.setattr(room, "TRIES", 1)
+    for worker in [each for each in two.workers if each.task is None]:
+        worker.handle[0].kill()
+        worker.handle[0].join()
+    assert [(done.value, done.tries) for done in two.run(asked)] == [(3, 1)]
+
+
+def _tensors(count: int) -> list[torch.Tensor]:
+    return [torch.full((3,), float(number)) for number in range(count)]
+
+
+def test_tensors_travel_without_a_file_for_each(two: Processes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    (done,) = two.run({"many": functools.partial(_tensors, 200)})
+    assert float(done.value[199][0]) == 199
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return os.listdir, ("/no such folder",)
+
+
+def test_a_call_that_a_worker_cannot_read_says_so(two: Processes) -> None:
+    with pytest.raises(RuntimeError, match="FileNotFoundError.*no such folder"):
+        list(two.run({"asked": functools.partial(int, Unreadable())}))
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Trackers: what rounds and examinations come to, told as they end to tools beside the store."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -31,9 +32,9 @@ class Tracked:
         if table in FIGURES:
             who = columns.get("policy", "learned")
             told = {name if who == "learned" else name.replace("/", f"/{who}/"):
-                    float(torch.as_tensor(columns[column]).double().nan_to_num(torch.inf).mean())
+                    float(torch.as_tensor(columns[column], dtype=torch.float64).mean())
                     for column, name in FIGURES[table].items()}
-            finite = {name: value for name, value in told.items() if abs(value) < torch.inf}
+            finite = {name: value for name, value in told.items() if math.isfinite(value)}
             self._waiting.append((columns["round"] + (table == "round"), finite))
 
     def commit(self) -> None:
