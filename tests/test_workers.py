@@ -267,7 +267,8 @@ def test_work_that_workers_are_lost_with_is_given_up(two: Processes, monkeypatch
 @pytest.mark.parametrize(("words", "sentence"), [
     (["train", "--workers", "3"], "--workers 3 is more than the 1 shards of a round; begin the run with --shards 3"),
     (["train", "--shards", "3"], "rows 4 cannot be played in 3 shards of equal size"),
-    (["train", "--ray", "local"], "--ray needs --workers"),
+    (["train", "--ray", "local"], "--ray and --gpus need --workers"),
+    (["train", "--gpus", "0", "1"], "--ray and --gpus need --workers"),
     (["train", "--workers", "-1"], "--workers and --threads must be at least 0"),
     (["train", "--workers", "1", "--ray", "local"], r"--ray needs Ray; install it: pip install 'esper-morph\[ray\]'"),
     (["train", "--workers", "1", "--time-limit", "-5"], "a limit is 0 or more seconds"),
