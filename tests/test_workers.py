@@ -186,7 +186,7 @@ class Unreadable:
 
 
 def test_a_call_that_a_worker_cannot_read_says_so(two: Processes) -> None:
-    with pytest.raises(RuntimeError, match="FileNotFoundError.*no such folder"):
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError.*no such folder"):
         list(two.run({"asked": functools.partial(int, Unreadable())}))
 
 

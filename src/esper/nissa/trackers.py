@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,33 +45,29 @@ class Tracked:
                 tracker.log(step, values)
 
 
-class _Calls(NamedTuple):
-    log: Callable[[int, Mapping[str, float]], object]
+class _JsonLines:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        open(path, "a").close()  # to know now whether it can be written
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
 
 
-def _json_lines(path: str) -> Tracker:
-    def append(*told: Mapping[str, float]) -> None:
-        with open(path, "a") as file:
-            file.writelines(json.dumps(each) + "\n" for each in told)
+class _TensorBoard:
+    def __init__(self, folder: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    append()  # to know now whether it can be written
-    return _Calls(lambda step, values: append({"step": step, **values}))
+        self.writer: Any = SummaryWriter(folder)
 
-
-def _tensorboard(folder: str) -> Tracker:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: Any = SummaryWriter(folder)
-
-    def log(step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return _Calls(log)
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
 
 
-TRACKERS: Mapping[str, Callable[[str], Tracker]] = {"jsonl": _json_lines, "tensorboard": _tensorboard}
+TRACKERS: Mapping[str, Callable[[str], Tracker]] = {"jsonl": _JsonLines, "tensorboard": _TensorBoard}
 
 
 def open_tracker(asked: str) -> Tracker:
