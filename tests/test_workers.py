@@ -159,6 +159,17 @@ def test_a_worker_that_is_lost_late_is_replaced_all_the_same(monkeypatch: pytest
         assert [done.tries for done in workers.run({"asked": functools.partial(int, 3)})] == [2]
 
 
+def test_who_answered_while_nobody_listened_does_not_hang() -> None:
+    tries = []
+    with Friends(2, 0.1) as workers:
+        workers.lost.clear()
+        workers.time_limit = 0.3
+        for done in workers.run({"fast": functools.partial(int, 3), "slow": functools.partial(time.sleep, 0.1)}):
+            tries.append(done.tries)
+            time.sleep(0.5)
+    assert tries == [1, 1]
+
+
 def test_workers_that_died_while_they_had_nothing_to_do_are_replaced(two: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"asked": functools.partial(int, 3)}
     list(two.run(asked))

@@ -20,7 +20,7 @@ from esper.cli.shown import print_rows, print_table
 from esper.karn import compare, open_run
 from esper.karn.drawn import said_time
 from esper.leyline import EsperError
-from esper.leyline.codec import from_dict, to_dict
+from esper.leyline.codec import from_dict, merged, to_dict
 from esper.leyline.provenance import provenance
 from esper.leyline.storage import decoding, is_locked, read_bytes, read_json, read_state, write_json
 from esper.simic.config import LATER
@@ -96,7 +96,7 @@ def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
         return None
     body = read_json(path, "run")
     with decoding(path, "run"):
-        config = from_dict(TrainConfig, LATER | body["config"], str(path))
+        config = from_dict(TrainConfig, merged(LATER, body["config"]), str(path))
         name = config.env.family.task
         if body.get("task", "") != task_digest(name):
             raise EsperError(f"the run in {folder} was begun when the task {name} had other data; "

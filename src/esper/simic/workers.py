@@ -117,7 +117,8 @@ class Pool(Workers):
                         yield done._replace(name=name, worker=worker.name, tries=tries[name])
                     else:
                         worker.name = _same(done.value)
-                self._look_for_trouble(tries)
+                if self._answers.empty():  # who has answered meanwhile does not hang
+                    self._look_for_trouble(tries)
         except BaseException:  # nobody waits for what is still being computed
             self.close()
             raise
