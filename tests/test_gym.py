@@ -13,8 +13,10 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 import esper.gym
+from esper.gym import learning
 from esper.gym.envs import flat_actions, flat_masks
 from esper.leyline import ActionSpec, EsperError, LifecycleOp
+from esper.simic import Collector
 from esper.tamiyo import NetworkConfig, action_masks
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits
 from esper.tolaria import FAMILIES, Family, MorphogeneticEnv, Twins, play
@@ -156,9 +158,11 @@ def test_what_cannot_be_meant_is_one_sentence(options: dict[str, Any], message: 
 def test_actions_that_are_none_are_refused() -> None:
     env = made(2)
     env.reset(seed=0)
-    for actions in ([0, 99], [-1, 0], [0]):
-        with pytest.raises(EsperError, match="expected 2 actions of 0 to"):
+    for actions in ([0, 99], [-1, 0], [0], [0.0, 1.0]):
+        with pytest.raises(EsperError, match="expected 2 actions, whole numbers of 0 to"):
             env.step(np.array(actions))
+    with pytest.raises(EsperError, match="autoreset_mode is of make_vec"):
+        gymnasium.make("Esper/Growth-v0", family=TOY, autoreset_mode="SameStep")
 
 
 class Recall(gymnasium.Env):
@@ -203,8 +207,11 @@ def test_other_spaces_and_resets_are_refused_by_one_sentence() -> None:
         esper.gym.GymWorld(gymnasium.make_vec("Pendulum-v1", num_envs=1))
 
 
-def test_our_learner_plays_growth_through_the_same_door() -> None:
+def test_our_learner_plays_growth_through_the_same_door(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[float] = []
+    collectors: list[Collector] = []
+    monkeypatch.setattr(learning, "Collector", lambda *told: collectors.append(Collector(*told)) or collectors[-1])
     esper.gym.learn(made(4), updates=1, steps=18, watch=lambda update, returns: heard.extend(returns))
+    assert not collectors[0].counted, "what only training rounds need is not gathered for ever"
     assert len(heard) >= 4
     assert max(map(abs, heard)) < 1

@@ -36,6 +36,12 @@ def test_it_reaches_the_optimum_where_the_kind_can_be_seen(found: Identification
     assert found.episodes >= 300
 
 
+def test_it_watches_no_longer_than_there_is_to_see_or_to_gain() -> None:
+    short = dataclasses.replace(FAMILY, horizons=(4,))
+    found = identify(Survey(Evaluator(short, make=Orchard), 64, lambda *told: None), 20, BOTH, [NOTHING, BOTH], lambda *told: None)
+    assert (found.watched, found.first) == (0, NOTHING), "nothing is kept in four epochs: of equals the simplest"
+
+
 def test_it_is_never_told_the_kind(found: Identification) -> None:
     """Where kinds look alike, it can only do what is best on average."""
     class Blind(Orchard):

@@ -1,5 +1,6 @@
 """The training loop and its command: runs that go on bit for bit, and a store that tells all of it."""
 
+import hashlib
 import io
 import json
 import math
@@ -73,6 +74,18 @@ def everything(folder: Path, table: str) -> list[tuple[Any, ...]]:
     """All rows but for how long they took, and when they ended."""
     names = [name for (name,) in read(folder / "run.db", f"SELECT name FROM pragma_table_info('{table}')") if name not in ("seconds", "ended")]
     return read(folder / "run.db", f"SELECT {', '.join(names)} FROM {table}")
+
+
+def test_runs_that_knew_no_shards_are_read_as_what_they_were(tmp_path: Path) -> None:
+    config = replace(CONFIG, env=replace(CONFIG.env, family=replace(CONFIG.env.family, task="digits")))
+    write_description(tmp_path, config)
+    body = read_json(tmp_path / "run.json", "run")
+    old = {name: value for name, value in body["config"].items() if name not in ("shards", "threads")}
+    write_json(tmp_path / "run.json", "run", {**{name: body[name] for name in ("task", "made with", "declared")}, "config": old})
+    assert load_run(tmp_path) == (config, {"made with": body["made with"], "declared": []})
+    text = json.dumps(old | {"rounds": 0}, sort_keys=True)
+    assert config.identity == hashlib.sha256(text.encode()).hexdigest()[:32], "its checkpoint says the same"
+    assert len({replace(config, **{name: 2}).identity for name in ("shards", "threads")} | {config.identity}) == 3
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(straight: tuple[Path, Training], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from esper.simic import workers as room
 from esper.simic.on_ray import RayWorkers
 from esper.simic.proof.sweep import choices, run_sweep
 from esper.simic.training import CHECKPOINT, Training
-from esper.simic.workers import Call, Done, Processes, Workers
+from esper.simic.workers import Call, Done, Lost, Pool, Processes, Workers
 from esper.tolaria import EnvConfig, Measurement, MorphogeneticEnv
 from tests.test_training import CONFIG, OWN, everything, toys
 from tests.workshop import toy_data, toy_family
@@ -122,6 +122,85 @@ def test_a_worker_that_hangs_is_replaced(two: Processes, tmp_path: Path, monkeyp
     assert (found["slow"].value, found["slow"].tries, found["fast"].value) == ("answered", 2, 3)
 
 
+class Friends(Pool):
+    """Threads of this process; the first call that is no introduction is `lost`, after so many seconds."""
+
+    def __init__(self, count: int, lost: float) -> None:
+        super().__init__(count)
+        self.lost, self.places = [lost], list[int]()
+
+    def start(self, place: int) -> int:
+        self.places.append(place)
+        return place
+
+    def alive(self, handle: int) -> bool:
+        return True
+
+    def ask(self, handle: int, call: Any) -> Done:
+        if call.func is room._introduce:
+            return Done(room._introduce(1, ()))
+        if handle == 0 and self.lost:
+            time.sleep(self.lost.pop())
+            raise Lost
+        return Done(call())
+
+    def stop(self, handle: int) -> None: ...
+
+
+def test_who_replaces_a_worker_takes_its_place_and_its_device() -> None:
+    with Friends(3, 0.0) as workers:
+        assert {done.value for done in workers.run({str(n): functools.partial(int, n) for n in range(3)})} == {0, 1, 2}
+        assert workers.places == [0, 1, 2, 0]
+
+
+def test_a_worker_that_is_lost_late_is_replaced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "PATIENCE", 0.3)
+    with Friends(1, 0.5) as workers:
+        assert [done.tries for done in workers.run({"asked": functools.partial(int, 3)})] == [2]
+
+
+def test_who_answered_while_nobody_listened_does_not_hang() -> None:
+    tries = []
+    with Friends(2, 0.1) as workers:
+        workers.lost.clear()
+        workers.time_limit = 0.3
+        for done in workers.run({"fast": functools.partial(int, 3), "slow": functools.partial(time.sleep, 0.1)}):
+            tries.append(done.tries)
+            time.sleep(0.5)
+    assert tries == [1, 1]
+
+
+def test_workers_that_died_while_they_had_nothing_to_do_are_replaced(two: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"asked": functools.partial(int, 3)}
+    list(two.run(asked))
+    monkeypatch.setattr(room, "TRIES", 1)
+    for worker in [each for each in two.workers if each.task is None]:
+        worker.handle[0].kill()
+        worker.handle[0].join()
+    assert [(done.value, done.tries) for done in two.run(asked)] == [(3, 1)]
+
+
+def _tensors(count: int) -> list[torch.Tensor]:
+    return [torch.full((3,), float(number)) for number in range(count)]
+
+
+def test_tensors_travel_without_a_file_for_each(two: Processes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    (done,) = two.run({"many": functools.partial(_tensors, 200)})
+    assert float(done.value[199][0]) == 199
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return os.listdir, ("/no such folder",)
+
+
+def test_a_call_that_a_worker_cannot_read_says_so(two: Processes) -> None:
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError.*no such folder"):
+        list(two.run({"asked": functools.partial(int, Unreadable())}))
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "VERSION", "9.9")
     with Processes(1) as workers, pytest.raises(EsperError, match=r"has esper 0\.\S+, and here it is 9.9; install the same"):
@@ -199,7 +278,8 @@ def test_work_that_workers_are_lost_with_is_given_up(two: Processes, monkeypatch
 @pytest.mark.parametrize(("words", "sentence"), [
     (["train", "--workers", "3"], "--workers 3 is more than the 1 shards of a round; begin the run with --shards 3"),
     (["train", "--shards", "3"], "rows 4 cannot be played in 3 shards of equal size"),
-    (["train", "--ray", "local"], "--ray needs --workers"),
+    (["train", "--ray", "local"], "--ray and --gpus need --workers"),
+    (["train", "--gpus", "0", "1"], "--ray and --gpus need --workers"),
     (["train", "--workers", "-1"], "--workers and --threads must be at least 0"),
     (["train", "--workers", "1", "--ray", "local"], r"--ray needs Ray; install it: pip install 'esper-morph\[ray\]'"),
     (["train", "--workers", "1", "--time-limit", "-5"], "a limit is 0 or more seconds"),

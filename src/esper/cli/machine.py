@@ -48,8 +48,8 @@ def open_workers(options: Any, threads: int) -> "Workers":
     from esper.simic.on_ray import RayWorkers
     from esper.simic.workers import Processes, Workers
 
-    if min(options.workers, threads) < 0 or (options.ray and not options.workers):
-        raise EsperError("--workers and --threads must be at least 0, and --ray needs --workers")
+    if min(options.workers, threads) < 0 or ((options.ray or options.gpus) and not options.workers):
+        raise EsperError("--workers and --threads must be at least 0, and --ray and --gpus need --workers")
     if not options.workers:
         if threads:
             torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 File = Annotated[Path | None, arg(metavar="FILE")]
 Folder = Annotated[Path, arg(metavar="FOLDER")]
@@ -55,6 +55,8 @@ class Train(Spread):
     time_limit: Limit = field(default=3600.0, kw_only=True)
     reward: Name = ""  # utility (default), terminal, contribution, shaped, or a plugin's; over the file.
     device: Annotated[str, arg(metavar="cpu|cuda")] = ""  # cpu, or cuda; over preset and file.
+    log: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="KIND:PATH")] = ()
+    """A tracker that is told what rounds and examinations come to: jsonl:FILE or tensorboard:FOLDER."""
     plugin: Plugins = ()
     resume: bool = False  # Go on with the run in --out, bit for bit; needs no other option.
     more: Annotated[int, arg(metavar="N")] = 0

@@ -21,9 +21,10 @@ from esper.karn import compare, open_run
 from esper.karn.panels import said
 from esper.karn.stores import DESCRIPTION, STORE
 from esper.leyline import EsperError
-from esper.leyline.codec import from_dict, to_dict
+from esper.leyline.codec import from_dict, merged, to_dict
 from esper.leyline.provenance import provenance
 from esper.leyline.storage import decoding, is_locked, read_bytes, read_json, read_state, write_json
+from esper.simic.config import LATER
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.simic.workers import PREPARATIONS
 from esper.tamiyo import Controller
@@ -69,7 +70,7 @@ def use_plugins(paths: Sequence[Path]) -> None:
             raise EsperError(f"--plugin {path} is not a Python file")
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     if paths:
-        PREPARATIONS.append(functools.partial(use_plugins, tuple(paths)))
+        PREPARATIONS.append(functools.partial(use_plugins, tuple(map(Path.absolute, paths))))
 
 
 def write_description(folder: Path, config: TrainConfig, about: dict[str, Any] | None = None) -> None:
@@ -95,7 +96,7 @@ def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
         return None
     body = read_json(path, "run")
     with decoding(path, "run"):
-        config = from_dict(TrainConfig, body["config"], str(path))
+        config = from_dict(TrainConfig, merged(LATER, body["config"]), str(path))
         name = config.env.family.task
         if body.get("task", "") != task_digest(name):
             raise EsperError(f"the run in {folder} was begun when the task {name} had other data; "

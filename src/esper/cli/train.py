@@ -30,7 +30,7 @@ from esper.karn import panel, summary
 from esper.leyline import EsperError
 from esper.leyline.codec import from_dict, merged, override, to_dict
 from esper.leyline.storage import locked
-from esper.nissa import Store, verify
+from esper.nissa import Store, Tracked, open_tracker, verify
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.simic.workers import Workers
 from esper.tamiyo import Heuristic, Learned, PolicyBundle
@@ -83,11 +83,12 @@ def run(options: Train, console: Console) -> None:
     folder, again = options.out, f"esper train --out {shlex.quote(str(options.out))} --resume"
     if options.more < 0 or (options.more and not options.resume):
         raise EsperError("--more is a number of rounds for a run to --resume")
+    trackers = list(map(open_tracker, options.log))
     with ExitStack() as stack:
         begin = _resumed if options.resume else _created
         training = begin(options, console, stack)
         config = training.config
-        training.sink = stack.enter_context(closing(Store(folder / STORE)))
+        training.sink = Tracked(stack.enter_context(closing(Store(folder / STORE))), trackers)
         note_facts(training)
         asked = stack.enter_context(_interruptible(console))
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None

@@ -111,9 +111,9 @@ class GrowthVectorEnv(VectorEnv):
 
     def _chosen(self, actions: Any) -> Tensor:
         chosen = np.asarray(actions)
-        if chosen.shape != (self.num_envs,) or not self.action_space.contains(chosen.astype(np.int64)):
+        if chosen.dtype.kind not in "iu" or not self.action_space.contains(chosen):
             last = len(self.actions) - 1
-            raise EsperError(f"expected {self.num_envs} actions of 0 to {last}, not {actions}")
+            raise EsperError(f"expected {self.num_envs} actions, whole numbers of 0 to {last}, not {actions}")
         return self.actions[np.where(self.mask[np.arange(self.num_envs), chosen], chosen, 0)]
 
     def _begin(self, rows: Any) -> None:
@@ -143,7 +143,9 @@ class GrowthEnv(gymnasium.Env):
     metadata: dict[str, Any] = {"render_modes": []}
 
     def __init__(self, family: str | Family, **options: Any) -> None:
-        """Options are those of `GrowthVectorEnv`."""
+        """Options are those of `GrowthVectorEnv`, but for `autoreset_mode`: one host is reset by its user."""
+        if "autoreset_mode" in options:
+            raise EsperError("autoreset_mode is of make_vec; one host is reset by its user")
         self.one = GrowthVectorEnv(family, 1, **options)
         self.observation_space = self.one.single_observation_space
         self.action_space = self.one.single_action_space

@@ -90,5 +90,6 @@ def learn(env: str | VectorEnv, updates: int = 50, rows: int = 16, steps: int = 
         for _ in range(steps):
             collector.add(world.step(collector.act(world.look())))
         agent.update(buffer, collector.value(world.look()))
+        collector.counted.clear()
         watch(update, world.returns[known:])
     return agent

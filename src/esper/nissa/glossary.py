@@ -23,6 +23,14 @@ These are the tables of schema {schema} (`PRAGMA user_version`). A store of sche
 run is resumed, with NULL for what was not measured then; viewers bring a copy in memory. Runs whose facts
 have the same `group` differ in seed alone; facts with a `round` above 0 were noted when the run was resumed.
 
+`esper train --log jsonl:FILE --log tensorboard:FOLDER` tells other tools, as soon as the store has them, the
+figures of every round (`train/return`, which is `round.utility`, `train/entropy`, `train/kl` and the rest)
+and the means of every examination (`eval/gain`, which is `exam.utility`, `eval/heuristic/gain` and the rest).
+The step is the number of rounds that are done; figures that are not finite are left out, and a round that is
+played again after a crash is told again. A tracker of your own is any object with
+`log(step: int, values: Mapping[str, float])`: `Training(config, folder, Tracked(Store(path), [mine]))`, with
+`Tracked` and `Store` of `esper.nissa`.
+
 Made by `python -m esper.nissa.glossary > docs/store.md`."""
 
 

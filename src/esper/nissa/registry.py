@@ -78,7 +78,7 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
         "episodes": _int("ended"), "utility": _score("mean return"),
         "utility_error": _score("its standard error", low=0), **_columns(UPDATE_METRICS)},
     "worker": {
-        **_ROUND, "shard": _key("of the round"), "worker": _text("who played it: host and process"),
+        **_ROUND, "shard": _key("of the round"), "worker": _text("who played it: host and process, or here"),
         "seconds": _real("that it took there", "s", 0), "host_epochs": _int("trained, without twins"),
         "tries": _int("of workers; more than 1: others were lost with it", low=1),
         "log": _text("what the worker printed, the end of it")},

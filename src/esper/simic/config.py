@@ -16,6 +16,8 @@ from esper.tamiyo import Controller, NetworkConfig
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
 
 MOST_ROWS, MOST_ROUNDS = 65_536, 10_000_000
+LATER = {"shards": 1, "threads": 0}
+"""Keys that older runs lack, and what these did; a run that does so is the same run with and without them."""
 _LOOKS = PreviewConfig(every=3, steps=20)
 
 
@@ -102,5 +104,5 @@ class TrainConfig:
                 "identity": self.identity, "group": self._digest(rounds=0, seed=0), "config": to_dict(self)}
 
     def _digest(self, **fixed: int) -> str:
-        plain = to_dict(self) | fixed
+        plain = {name: value for name, value in to_dict(self).items() if value != LATER.get(name)} | fixed
         return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]

@@ -41,8 +41,11 @@ class RayWorkers(Pool):
                              f"{str(error).splitlines()[0]}") from error
         self.actor = self.ray.remote(num_cpus=threads, num_gpus=int(gpus))(_Actor)
 
-    def start(self, number: int) -> Any:
+    def start(self, place: int) -> Any:
         return self.actor.remote()
+
+    def alive(self, handle: Any) -> bool:
+        return True  # Ray tells when it is asked
 
     def ask(self, handle: Any, call: Call) -> Done:
         try:

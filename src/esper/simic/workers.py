@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import os
+import pickle
 import platform
 import queue
 import signal
@@ -74,6 +75,7 @@ class Workers:
 class Worker:
     """Somebody who was started; `task` is what it does now."""
 
+    place: int
     handle: Any
     task: str | None = None
     since: float = 0.0
@@ -81,11 +83,12 @@ class Worker:
 
 
 class Pool(Workers):
-    """So many workers. Subclasses say how one is started, asked (which blocks, and raises `Lost` if nobody
-    will answer) and stopped."""
+    """So many workers. Subclasses say how one is started in which place, whether it is alive, how it is asked
+    (which blocks, and raises `Lost` if nobody will answer) and stopped."""
 
     here = False
     start: Callable[[int], Any]
+    alive: Callable[[Any], bool]
     ask: Callable[[Any, Call], Done]
     stop: Callable[[Any], None]
 
@@ -99,7 +102,7 @@ class Pool(Workers):
         self._answers: queue.Queue[tuple[Worker, Done | None]] = queue.Queue()
 
     def run(self, calls: Mapping[str, Call]) -> Iterator[Done]:
-        left, tries, began = dict(calls), Counter[str](), time.monotonic()
+        left, tries = dict(calls), Counter[str]()
         try:
             while left:
                 self._assign(left, tries)
@@ -114,7 +117,8 @@ class Pool(Workers):
                         yield done._replace(name=name, worker=worker.name, tries=tries[name])
                     else:
                         worker.name = _same(done.value)
-                self._look_for_trouble(tries, time.monotonic() - began)
+                if self._answers.empty():  # who has answered meanwhile does not hang
+                    self._look_for_trouble(tries)
         except BaseException:  # nobody waits for what is still being computed
             self.close()
             raise
@@ -126,8 +130,10 @@ class Pool(Workers):
 
     def _assign(self, left: Mapping[str, Call], tries: Counter[str]) -> None:
         """Workers to those that are missing, calls to those that are free."""
-        while len(self.workers) < self.count:
-            self.workers.append(Worker(self.start(len(self.workers))))
+        for worker in [w for w in self.workers if w.task is None and not self.alive(w.handle)]:
+            self._remove(worker)  # it died while it had nothing to do: no call is to blame
+        for place in sorted({*range(self.count)} - {worker.place for worker in self.workers}):
+            self.workers.append(Worker(place, self.start(place)))
             first = functools.partial(_introduce, self.threads, tuple(PREPARATIONS))
             self._give(self.workers[-1], "introduction", first)
         given = {worker.task for worker in self.workers}
@@ -159,17 +165,21 @@ class Pool(Workers):
                 heard.append(self._answers.get_nowait())
         return [each for each in heard if each[0] in self.workers]
 
-    def _look_for_trouble(self, tries: Counter[str], waited: float) -> None:
-        for worker in [w for w in self.workers if w.name and w.task is not None]:
-            if self.time_limit and time.monotonic() - worker.since > self.time_limit:
-                self._replace(worker, str(worker.task), tries, f"it did not answer in {self.time_limit:g} s")
-        if waited > PATIENCE and not any(worker.name for worker in self.workers):
+    def _look_for_trouble(self, tries: Counter[str]) -> None:
+        waited = {worker: time.monotonic() - worker.since for worker in self.workers}
+        if waited and all(not worker.name and waited[worker] > PATIENCE for worker in waited):
             raise EsperError(f"no worker has come within {PATIENCE:g} s; "
                              "see that there are free cores (and devices) for one")
+        for worker in waited:
+            if worker.name and worker.task and 0 < self.time_limit < waited[worker]:
+                self._replace(worker, worker.task, tries, f"it did not answer in {self.time_limit:g} s")
 
-    def _replace(self, worker: Worker, name: str, tries: Counter[str], why: str) -> None:
+    def _remove(self, worker: Worker) -> None:
         self.workers.remove(worker)
         self.stop(worker.handle)
+
+    def _replace(self, worker: Worker, name: str, tries: Counter[str], why: str) -> None:
+        self._remove(worker)
         tries[name] += not worker.name
         if tries[name] >= TRIES:
             raise EsperError(f"{TRIES} workers were lost with {name}, the last one because {why}; "
@@ -185,27 +195,29 @@ class Processes(Pool):
         super().__init__(count, threads, time_limit)
         self.devices = devices
 
-    def start(self, number: int) -> Any:
+    def start(self, place: int) -> Any:
         context = get_context("spawn")
         mine, theirs = context.Pipe()
-        device = self.devices[number % len(self.devices)] if self.devices else ""
+        device = self.devices[place % len(self.devices)] if self.devices else ""
         process = context.Process(target=_serve, args=(theirs, os.getpid(), device), daemon=True)
         process.start()
         theirs.close()  # ours alone would keep it open: a worker that dies must be heard
         return process, mine
 
+    def alive(self, handle: Any) -> bool:
+        return bool(handle[0].is_alive())
+
     def ask(self, handle: Any, call: Call) -> Done:
+        told = pickle.dumps(call)  # by value: torch would keep a file open for each tensor
         try:
-            handle[1].send(call)
-            return handle[1].recv()
+            handle[1].send_bytes(told)
+            return pickle.loads(handle[1].recv_bytes())
         except (EOFError, OSError) as error:
             raise Lost from error
 
     def stop(self, handle: Any) -> None:
-        process, connection = handle
-        process.kill()
-        process.join()
-        connection.close()
+        handle[0].kill()  # whoever waits at the pipe hears of it; nobody else closes it
+        handle[0].join()
 
 
 def versions() -> dict[str, str]:
@@ -257,7 +269,13 @@ def _serve(connection: Any, parent: int, device: str) -> None:
     threading.Thread(target=watch, daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         while True:
-            connection.send(answer(connection.recv()))
+            call = functools.partial(_unpickled, connection.recv_bytes())
+            connection.send_bytes(pickle.dumps(answer(call)))
+
+
+def _unpickled(told: bytes) -> Any:
+    """A call that cannot be read here is an answer like any other."""
+    return pickle.loads(told)()
 
 
 def silent(*told: object) -> None:

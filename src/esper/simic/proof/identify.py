@@ -6,6 +6,7 @@ Legend: N rows, K scenarios, P plans, F features, H horizons, T kinds. It is tol
 that it is tuned with, and never of those that it plays.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,19 +40,20 @@ class Identification:
 
     def beliefs(self, features: np.ndarray, horizon: np.ndarray) -> np.ndarray:
         """[N, T]: how likely each kind is."""
-        at = np.searchsorted(self.horizons, horizon).clip(max=len(self.horizons) - 1)
-        logits = np.einsum("nf,nft->nt", np.pad(features, ((0, 0), (0, 1)), constant_values=1.0),
-                           np.array(self.weights)[at])
+        weights = np.array(self.weights)[self._at(horizon)]
+        logits = np.einsum("nf,nft->nt", features, weights[:, :-1]) + weights[:, -1]
         odds = np.exp(logits - logits.max(1, keepdims=True))
         return np.asarray(odds / odds.sum(1, keepdims=True))
 
     def choose(self, features: np.ndarray, horizon: np.ndarray, price: np.ndarray,
                flop_price: np.ndarray) -> np.ndarray:
         """[N]: the plan that promises most."""
-        at = np.searchsorted(self.horizons, horizon).clip(max=len(self.horizons) - 1)
-        hoped = np.einsum("nt,ntpc->npc", self.beliefs(features, horizon), np.array(self.worth)[at])
-        return np.asarray((hoped[..., 0] - price[:, None] * hoped[..., 1]
-                           - flop_price[:, None] * hoped[..., 2]).argmax(1))
+        worth = np.array(self.worth)[self._at(horizon)]
+        score, params, spent = np.einsum("nt,ntpc->cnp", self.beliefs(features, horizon), worth)
+        return np.asarray((score - price[:, None] * params - flop_price[:, None] * spent).argmax(1))
+
+    def _at(self, horizon: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.horizons, horizon).clip(max=len(self.horizons) - 1)
 
 
 class Watching:
@@ -68,7 +70,7 @@ class Watching:
         if facts is None:
             raise EsperError("identification reads measurements, and this view has none")
         if bool((view.clock == 0).all()):
-            self.scores, self.chosen = torch.zeros(rows, self.watched, len(SCORES)), None
+            self.scores = torch.zeros(rows, self.watched, len(SCORES))
         clock = int(view.clock.max())  # rows of a play begin together
         if 1 <= clock <= self.watched:
             self.scores[:, clock - 1] = facts.scores
@@ -97,18 +99,19 @@ def identify(survey: Survey, episodes: int, fixed: Plan, plans: Sequence[Plan],
     begin, choices = survey.episodes, list(dict.fromkeys(Plan(plan.seeds) for plan in plans))
     nothing = Plan((None,) * survey.spec.slots)
     firsts = dict.fromkeys([nothing, Plan(fixed.seeds), Plan((*nothing.seeds[1:], fixed.seeds[-1]))])
-    ways = [(nothing, 0), *((first, watched) for watched in WATCHED for first in firsts)]
     family = survey.evaluator.family
+    times = [watched for watched in WATCHED if watched < max(family.horizons)]
+    ways = [(nothing, 0), *((first, watched) for watched in times for first in firsts)]
     cells = len(family.kinds) * len(set(family.horizons)) * (len(choices) + 1)
     start = 0
-    for share, count in ((0.4, len(ways)), (1.0, FINALISTS)):
-        left = episodes * share if not start else episodes - (survey.episodes - begin)
-        inits = max(FOLDS, math.ceil(left / (cells * count)))
+    for share in (0.4, 1.0):
+        left = episodes * share - (survey.episodes - begin)
+        inits = max(FOLDS, math.ceil(left / (cells * len(ways))))
         drawn, init = survey.scenarios(start, inits)
         tried = [_try(survey, way, choices, drawn) for way in ways]
-        worth = [_cross_fitted(survey, way, choices, one, drawn, init)
+        worth = [-_cross_fitted(survey, way, choices, one, drawn, init)
                  for way, one in zip(ways, tried, strict=True)]
-        order = np.argsort(worth)[::-1]
+        order = np.argsort(worth, kind="stable")  # of equals the one that watches least
         if not start:
             order = order[:FINALISTS]
             ways, kept = [ways[at] for at in order], [(tried[at], drawn) for at in order]
@@ -158,14 +161,13 @@ def _fitted(survey: Survey, way: tuple[Plan, int], plans: Sequence[Plan], one: _
 def _cross_fitted(survey: Survey, way: tuple[Plan, int], plans: Sequence[Plan], one: _Tried,
                   drawn: Scenarios, init: Tensor) -> float:
     """Mean utility of one way over all prices, fitted on other inits than it is scored on."""
-    family, total, every = survey.evaluator.family, 0.0, np.arange(len(drawn))
+    family, total = survey.evaluator.family, 0.0
     for fold in range(FOLDS):
         held = init.numpy() % FOLDS == fold
         found = _fitted(survey, way, plans, one, drawn, chosen=~held)
-        for price in family.prices:
-            for flop_price in family.flop_prices:
-                told = (np.full(held.sum(), value) for value in (price, flop_price))
-                plan = found.choose(one.features[held], drawn.horizon.numpy()[held], *told)
-                score, params, spent = torch.from_numpy(one.runs[every[held], plan]).unbind(1)
-                total += float(utility(score, params, spent, price, flop_price).sum())
+        for price, flop_price in itertools.product(family.prices, family.flop_prices):
+            told = (np.full(held.sum(), value) for value in (price, flop_price))
+            plan = found.choose(one.features[held], drawn.horizon.numpy()[held], *told)
+            score, params, spent = torch.from_numpy(one.runs[held.nonzero()[0], plan]).unbind(1)
+            total += float(utility(score, params, spent, price, flop_price).sum())
     return total / len(drawn) / len(family.prices) / len(family.flop_prices)
