@@ -64,7 +64,7 @@ def test_every_public_name_of_the_mind_and_the_learner_has_a_user() -> None:
     """In every room: outside its own definition, and outside the tests; what `import esper` offers is for users."""
     folders, used = (SOURCES, ROOT / "experiments", ROOT / "benchmarks"), {*esper.__all__, "setup_context"}  # torch calls it
     used |= {"compose", "on_key", "on_mount", "on_resize", "on_unmount"}  # Textual calls them
-    used |= {"do_GET", "log_message"}  # http.server calls them
+    used |= {"do_GET", "log_message", "verify_request"}  # http.server calls them
     used |= {name for name in dir(esper.Task) if name.startswith("from_")}  # users' ways in with their own data
     used |= set(dir(importlib.import_module("esper.door").Growing))  # what `attach` returns is for users
     for path in (path for folder in folders for path in folder.rglob("*.py")):

@@ -86,7 +86,7 @@ def test_they_are_told_what_was_kept_and_is_a_number() -> None:
 @pytest.mark.parametrize(("asked", "sentence"), [
     ("wandb:x", "is not KIND:PATH with KIND one of jsonl, tensorboard"), ("jsonl", "is not KIND:PATH"),
     ("jsonl:/no/such/folder/x", "cannot write --log jsonl:/no/such/folder/x"),
-    ("tensorboard:x", "--log tensorboard needs TensorBoard; run pip install tensorboard")])
+    ("tensorboard:x", "cannot write --log tensorboard:x: import of torch.utils.tensorboard")])
 def test_what_cannot_be_meant_is_one_sentence(asked: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -3,10 +3,10 @@ return is the same wherever they run, if the number of threads is. A worker that
 and its call is given to another."""
 
 import contextlib
+import copyreg
 import functools
 import io
 import os
-import pickle
 import platform
 import queue
 import signal
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
@@ -208,10 +209,10 @@ class Processes(Pool):
         return bool(handle[0].is_alive())
 
     def ask(self, handle: Any, call: Call) -> Done:
-        told = pickle.dumps(call)  # by value: torch would keep a file open for each tensor
+        told = _sent(call)
         try:
             handle[1].send_bytes(told)
-            return pickle.loads(handle[1].recv_bytes())
+            return ForkingPickler.loads(handle[1].recv_bytes())
         except (EOFError, OSError) as error:
             raise Lost from error
 
@@ -270,12 +271,21 @@ def _serve(connection: Any, parent: int, device: str) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             call = functools.partial(_unpickled, connection.recv_bytes())
-            connection.send_bytes(pickle.dumps(answer(call)))
+            connection.send_bytes(_sent(answer(call)))
+
+
+def _sent(thing: Any) -> bytes:
+    """As multiprocessing sends things, but tensors by value: torch would keep a file open for each."""
+    buffer = io.BytesIO()
+    sender = ForkingPickler(buffer)
+    sender.dispatch_table = copyreg.dispatch_table
+    sender.dump(thing)
+    return buffer.getvalue()
 
 
 def _unpickled(told: bytes) -> Any:
     """A call that cannot be read here is an answer like any other."""
-    return pickle.loads(told)()
+    return ForkingPickler.loads(told)()
 
 
 def silent(*told: object) -> None:
