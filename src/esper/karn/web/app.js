@@ -73,7 +73,7 @@ function header(state) {
   document.title = `${run ? run.name : "no run"}: Esper`;
 }
 
-const PAUSE = 3000; // milliseconds between two drawings for news: short rounds must not keep a machine busy
+const PAUSE = 5000; // milliseconds between two drawings for news: short rounds must not keep a machine busy
 let stream = null, version = null, waiting = null, drawn = 0;
 function listen() {
   if (stream || document.hidden) return;
