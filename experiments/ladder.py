@@ -21,7 +21,7 @@ import torch
 
 from esper.leyline import LifecycleOp
 from esper.simic import PPOAgent, PPOConfig, TrainConfig, Training
-from esper.tamiyo import Controller, Learned, NetworkConfig
+from esper.tamiyo import Controller, NetworkConfig
 from esper.tolaria import EnvConfig
 from experiments.orchard import FAMILY, Orchard, optimum
 from experiments.shared import parser, write
@@ -110,8 +110,8 @@ def orchard(seed: int, ratio: str = "joint", updates: int = 200, rows: int = 128
     with tempfile.TemporaryDirectory() as folder:
         training = Training(config, Path(folder), make=Orchard)
         training.run()
-        mine = training.examine("learned", Learned(training.agent.controller, greedy=True), updates)
-    best = optimum(FAMILY.scenarios(256, "validation"), training.exam.env)
+        mine = training.examine("learned", training.learned, updates)
+    best = optimum(FAMILY.scenarios(256, "validation"), training.exam[0][0].env)
     return {"share": float(mine.sum() / best.sum()), "utility": float(mine.mean()), "optimum": float(best.mean())}
 
 

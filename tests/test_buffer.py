@@ -258,7 +258,7 @@ def test_rows_that_wait_may_hold_anything() -> None:
         buffer.compute_advantages_and_returns(0.9, 0.9, torch.zeros(4))
         buffer.normalize_advantages()
         (batch,) = buffer.get_batched_sequences()
-        mind._gradient(batch, mind._knobs())
+        mind._gradient([batch], mind._knobs())
         return [parameter.grad for parameter in mind.network.parameters() if parameter.grad is not None]
 
     torch.manual_seed(0)

@@ -155,7 +155,7 @@ def test_a_step_reads_its_numbers_once(ends: float, monkeypatch: pytest.MonkeyPa
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda self, _name=name, _original=original, *args:
                             (reads.append(_name), _original(self, *args))[1])
-    mind._gradient(batch, knobs)
+    mind._gradient([batch], knobs)
     mind.optimizer.step()
     assert reads == ["tolist"] * (1 + (ends > 0))
 
@@ -176,9 +176,10 @@ def test_an_update_leaves_the_advantages_as_they_are(ratio: str, monkeypatch: py
     mind = agent(ratio=ratio, epochs=3)
     learn, seen = mind._learn, []
 
-    def watched(buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[str, float]], int, int]:
+    def watched(buffers: list[TamiyoRolloutBuffer], knobs: Knobs) -> tuple[list[dict[str, float]], int, int]:
+        (buffer,) = buffers
         before = buffer["advantage"].clone()
-        learned = learn(buffer, knobs)
+        learned = learn(buffers, knobs)
         seen.append((before, buffer["advantage"].clone()))
         return learned
 

@@ -75,7 +75,7 @@ def test_the_first_gradient_is_the_policy_gradient(ratio: str) -> None:
     """At the weights that acted, both surrogates have the gradient of advantage x log-probability over choices."""
     mind = agent(ratio=ratio, value_weight=0.0, entropy=(0.0, 0.0), explore=(0.0, 0.0), max_grad_norm=1e9)
     batch = prepared(mind)
-    mind._gradient(batch, mind._knobs())
+    mind._gradient([batch], mind._knobs())
     found = gradients(mind)
     mind.network.zero_grad()
     scored = mind.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset).scored
@@ -93,7 +93,7 @@ def test_heads_that_did_not_matter_get_no_gradient(ratio: str) -> None:
                          (LifecycleOp.PRUNE, {"alpha_speed", "alpha_curve"})):
         mine = batch.actions[..., 0] == op_index(op)
         assert bool(mine.any())
-        mind._gradient(batch._replace(valid=batch.valid & mine), mind._knobs())
+        mind._gradient([batch._replace(valid=batch.valid & mine)], mind._knobs())
         alive = {name.split(".")[1] for name, g in gradients(mind).items() if name.startswith("heads.") and bool((g != 0).any())}
         assert alive == expected, op
 
@@ -102,7 +102,7 @@ def test_rollouts_without_a_choice_teach_the_actor_nothing() -> None:
     mind = agent(entropy=(0.5, 0.5), critic_decay=0.0)
     batch = prepared(mind, forced=True)
     assert not bool(batch.chosen.any())
-    mind._gradient(batch, mind._knobs())
+    mind._gradient([batch], mind._knobs())
     actor = ("op_head", "slot_pointer", "heads", "trunk_op")
     assert all(bool((g == 0).all()) for name, g in gradients(mind).items() if name.split(".")[0] in actor)
     assert bool((gradients(mind)["value_head.2.weight"] != 0).any())
@@ -115,7 +115,7 @@ def test_entropy_reaches_heads_whose_op_was_never_taken() -> None:
     taken = batch.actions[..., 0] == op_index(LifecycleOp.GERMINATE)
     available = batch.masks.op[..., op_index(LifecycleOp.GERMINATE)]
     kept = batch.valid & ~taken & available
-    mind._gradient(batch._replace(valid=kept, advantage=torch.zeros_like(batch.advantage)), mind._knobs())
+    mind._gradient([batch._replace(valid=kept, advantage=torch.zeros_like(batch.advantage))], mind._knobs())
     assert bool((gradients(mind)["heads.blueprint.weight"] != 0).any())
 
 
@@ -125,7 +125,7 @@ def bonus_gradient(bias: float, **options: object) -> dict[str, torch.Tensor]:
     mind = agent(**options)
     batch = prepared(mind, rows=16, steps=20)
     mind.network.op_head[-1].bias.detach()[op_index(LifecycleOp.GERMINATE)] = bias
-    mind._gradient(batch._replace(advantage=torch.zeros_like(batch.advantage)), mind._knobs())
+    mind._gradient([batch._replace(advantage=torch.zeros_like(batch.advantage))], mind._knobs())
     return gradients(mind)
 
 
@@ -165,7 +165,7 @@ def test_pieces_of_a_minibatch_sum_to_the_whole() -> None:
     found = []
     for accumulate in (1, 4):
         mind = agent(accumulate=accumulate, max_grad_norm=1e9)
-        mind._gradient(prepared(mind, rows=8, steps=10), mind._knobs())
+        mind._gradient([prepared(mind, rows=8, steps=10)], mind._knobs())
         found.append(gradients(mind))
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-4)
@@ -280,10 +280,10 @@ def test_value_clipping_has_its_own_range() -> None:
     mind = agent(value_clip=0.1, entropy=(0.0, 0.0), value_weight=1.0)
     batch = prepared(mind)
     far = batch._replace(value=batch.value + 10, target=batch.value + 20, advantage=torch.zeros_like(batch.advantage))
-    mind._gradient(far, mind._knobs())
+    mind._gradient([far], mind._knobs())
     assert bool((gradients(mind)["value_head.2.weight"] != 0).any()), "the worse of the two losses counts"
     past = batch._replace(value=batch.value - 10, target=batch.value - 20, advantage=torch.zeros_like(batch.advantage))
-    numbers = mind._gradient(past, mind._knobs())
+    numbers = mind._gradient([past], mind._knobs())
     assert numbers["value_loss"] == pytest.approx(0.5 * 400 / float(mind.network.value_scale) ** 2, rel=1e-3)
 
 
@@ -428,12 +428,12 @@ def test_a_step_waits_for_the_device_once(ends: float) -> None:
     mind = agent(device="cuda")
     batch = prepared(mind, ends=ends, cuts=ends)
     knobs = mind._knobs()
-    mind._gradient(batch, knobs)
+    mind._gradient([batch], knobs)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with pytest.warns(UserWarning, match="synchroniz") as seen:
-            _ = mind._gradient(batch, knobs), mind.optimizer.step()
+            _ = mind._gradient([batch], knobs), mind.optimizer.step()
         assert len(seen) == 1 + (ends > 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -506,7 +506,7 @@ def test_an_extreme_ratio_is_traced_to_its_step_op_and_head(ratio: str, by: floa
     assert 0 < since < step, "an episode that began within the rollout"
     batch.log_prob[step, row] += by
     batch.head_log_probs[step, row, blueprint] += by
-    entry = mind._gradient(batch, mind._knobs())
+    entry = mind._gradient([batch], mind._knobs())
     assert entry[ratio] == pytest.approx(math.exp(-by), rel=1e-3)
     assert mind._places([entry])[ratio] == f"step {since}, GERMINATE, blueprint"
 
@@ -652,7 +652,7 @@ def test_the_clip_stops_what_went_far_enough(shift: float, sign: float, alive: b
     mind = agent(entropy=(0.0, 0.0), value_weight=0.0)
     batch = prepared(mind)
     advantage = torch.full_like(batch.advantage, sign)
-    numbers = mind._gradient(moved(batch._replace(advantage=advantage), shift), mind._knobs())
+    numbers = mind._gradient([moved(batch._replace(advantage=advantage), shift)], mind._knobs())
     assert any(bool((g != 0).any()) for g in gradients(mind).values()) == alive
     assert numbers["clip_fraction"] == pytest.approx(1.0)
 
@@ -663,7 +663,7 @@ def test_each_head_is_clipped_by_its_own_ratio(shift: float, sign: float, alive:
     mind = agent(ratio="per_head", entropy=(0.0, 0.0), value_weight=0.0, max_grad_norm=1e9)
     batch = prepared(mind, rows=16, steps=20)
     batch.head_log_probs[..., SPEC.heads.index(Head.BLUEPRINT)] += shift
-    mind._gradient(batch._replace(advantage=torch.full_like(batch.advantage, sign)), mind._knobs())
+    mind._gradient([batch._replace(advantage=torch.full_like(batch.advantage, sign))], mind._knobs())
     found = gradients(mind)
     assert bool((found["heads.blueprint.weight"] != 0).any()) == alive
     assert bool((found["heads.tempo.weight"] != 0).any()), "another head's ratio is its own"
@@ -678,10 +678,10 @@ def test_steps_without_a_choice_do_not_thin_the_policy_loss(ratio: str) -> None:
     batch = batch._replace(relevant=batch.relevant & free, advantage=torch.ones_like(batch.advantage))
     chosen = batch.chosen
     assert 0.1 < float(chosen.float().mean()) < 0.4
-    numbers = mind._gradient(batch, mind._knobs())
+    numbers = mind._gradient([batch], mind._knobs())
     terms = batch.relevant.sum(-1) if ratio == "per_head" else torch.ones_like(batch.log_prob)
     assert numbers["policy_loss"] == pytest.approx(-float(terms[chosen].float().mean()), rel=1e-4)
-    far = mind._gradient(moved(batch, -0.1), mind._knobs())
+    far = mind._gradient([moved(batch, -0.1)], mind._knobs())
     assert far["clip_fraction"] == pytest.approx(1.0)
     assert far["kl"] == pytest.approx(math.exp(0.1) - 1 - 0.1, rel=1e-2)
 
@@ -694,11 +694,11 @@ def test_rows_that_are_not_valid_weigh_nothing(ratio: str) -> None:
     noise = 0.1 * torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(0))
     batch = batch._replace(log_prob=batch.log_prob + noise, target=batch.target + 1)
     half, _ = parts_of(batch, 2)
-    expected = mind._gradient(half, mind._knobs())
+    expected = mind._gradient([half], mind._knobs())
     alone = gradients(mind)
     valid = batch.valid.clone()
     valid[:, 4:] = False
-    found = mind._gradient(batch._replace(valid=valid), mind._knobs())
+    found = mind._gradient([batch._replace(valid=valid)], mind._knobs())
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     for name, gradient in gradients(mind).items():
         torch.testing.assert_close(gradient, alone[name], atol=1e-6, rtol=1e-4)
@@ -729,10 +729,10 @@ def test_the_weight_of_the_bonus_is_annealed(done: int, weight: float) -> None:
     batch = prepared(mind)
     batch = batch._replace(advantage=torch.zeros_like(batch.advantage))
     mind.updates = done
-    mind._gradient(batch, mind._knobs())
+    mind._gradient([batch], mind._knobs())
     found = gradients(mind)["heads.blueprint.weight"]
     mind.config = dataclasses.replace(mind.config, entropy=(1.0, 1.0))
-    mind._gradient(batch, mind._knobs())
+    mind._gradient([batch], mind._knobs())
     torch.testing.assert_close(found, weight * gradients(mind)["heads.blueprint.weight"])
 
 
@@ -743,14 +743,14 @@ def test_the_value_is_clipped_towards_its_old_self() -> None:
     mind.network.rescale_value(torch.tensor(1.0))
     again = mind.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset, mind.explore)
     jumped = batch._replace(value=again.value.detach() - 1.0, target=again.value.detach() + 0.1)
-    numbers = mind._gradient(jumped, mind._knobs())
+    numbers = mind._gradient([jumped], mind._knobs())
     assert numbers["value_loss"] == pytest.approx(0.5 * 1.0**2, rel=1e-3), "0.5 x (old + 0.1 - target)^2, not 0.5 x 0.1^2"
     assert not bool((gradients(mind)["value_head.2.weight"] != 0).any()), "and it has no gradient"
 
 
 def test_the_gradient_is_clipped_and_the_learning_rate_is_used() -> None:
     mind = agent(max_grad_norm=1e-3, learning_rate=(3e-4, 3e-4))
-    numbers = mind._gradient(prepared(mind), mind._knobs())
+    numbers = mind._gradient([prepared(mind)], mind._knobs())
     total = torch.stack([g.norm() for g in gradients(mind).values()]).norm()
     assert numbers["grad_norm"] > 1e-3
     assert float(total) == pytest.approx(1e-3, rel=1e-2)
@@ -800,7 +800,7 @@ def test_the_reported_kl_is_that_of_whole_actions() -> None:
     again = other.network.evaluate_actions(batch.seen, batch.masks, batch.actions, batch.hidden, batch.reset)
     ratio = (again.scored.joint - batch.log_prob)[batch.chosen].detach()
     expected = (ratio.exp() - 1 - ratio).mean()
-    told = PPOAgent(other.controller, dataclasses.replace(mind.config))._gradient(batch, mind._knobs())
+    told = PPOAgent(other.controller, dataclasses.replace(mind.config))._gradient([batch], mind._knobs())
     assert told["kl"] == pytest.approx(float(expected), rel=1e-4)
     assert told["kl"] > 0.01
 

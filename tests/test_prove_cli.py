@@ -414,8 +414,9 @@ def test_a_mind_without_a_member_for_the_family_is_one_sentence(tmp_path: Path, 
 
 def test_a_controller_that_cannot_act_there_is_refused(runs: Path, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = controller.OBSERVATION
-    monkeypatch.setattr(controller, "OBSERVATION", type(seen)(seen.row[:-1], seen.slot, seen.candidate))
+    eyes = controller.EYES["family"]
+    seen = eyes.spec
+    monkeypatch.setitem(controller.EYES, "family", eyes._replace(spec=type(seen)(seen.row[:-1], seen.slot, seen.candidate)))
     with pytest.raises(EsperError, match="sees other row fields"):
         prove.run(Prove((str(runs / "a"),), tmp_path / "out", rehearsal=True), Console(file=sys.stderr))
     assert not (tmp_path / "out").exists()

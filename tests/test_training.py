@@ -30,6 +30,7 @@ from esper.leyline.storage import locked, read_json, read_state, write_json
 from esper.leyline.telemetry import Nowhere
 from esper.nissa import Store, read
 from esper.simic import PPOConfig
+from esper.simic.config import LATER
 from esper.simic.training import CHECKPOINT, PREVIOUS, TrainConfig, Training
 from esper.simic.workers import PREPARATIONS, Processes
 from esper.simic.world import PRIVILEGED
@@ -80,7 +81,7 @@ def test_runs_that_knew_no_shards_are_read_as_what_they_were(tmp_path: Path) -> 
     config = replace(CONFIG, env=replace(CONFIG.env, family=replace(CONFIG.env.family, task="digits")))
     write_description(tmp_path, config)
     body = read_json(tmp_path / "run.json", "run")
-    old = {name: value for name, value in body["config"].items() if name not in ("shards", "threads")}
+    old = {name: value for name, value in body["config"].items() if name not in LATER}
     write_json(tmp_path / "run.json", "run", {**{name: body[name] for name in ("task", "made with", "declared")}, "config": old})
     assert load_run(tmp_path) == (config, {"made with": body["made with"], "declared": []})
     text = json.dumps(old | {"rounds": 0}, sort_keys=True)
@@ -158,9 +159,9 @@ def test_the_store_tells_every_epoch_and_its_terms_sum(straight: tuple[Path, Tra
     parts = " - ".join(f"ifnull(reward_{name}, 0)" for name in ("gain", "size", "compute", "credit", "potential"))
     assert read(path, f"SELECT max(abs(reward - {parts})) FROM step")[0][0] < 1e-5
     returns = read(path, "SELECT sum(reward) FROM step WHERE round = 2 GROUP BY row ORDER BY row")
-    torch.testing.assert_close(torch.tensor([r[0] for r in returns]), training.rounds.player.world.total, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor([r[0] for r in returns]), training.rounds.player.world(training.config.env.family).total, atol=1e-5, rtol=0)
     mean = read(path, "SELECT utility, episodes FROM round WHERE round = 2")[0]
-    assert mean[0] == pytest.approx(float(training.rounds.player.world.total.mean()), abs=1e-6)
+    assert mean[0] == pytest.approx(float(training.rounds.player.world(training.config.env.family).total.mean()), abs=1e-6)
     born = read(path, "SELECT count(*) FROM move WHERE target = 'GERMINATED'")[0][0]
     assert born == read(path, "SELECT count(*) FROM step WHERE op = 'GERMINATE'")[0][0] > 0
     assert read(path, "SELECT count(*) FROM step WHERE op = 'GERMINATE' AND blueprint IS NULL") == [(0,)]
@@ -189,9 +190,9 @@ def test_the_store_tells_what_the_controller_thought_and_every_seed(straight: tu
 
 def test_examinations_pay_no_growth_nothing_but_its_previews(tmp_path: Path) -> None:
     training = trained(tmp_path / "run", stop_after=0)
-    utility = training.examine("wait", Wait(), 0)
+    utility = training.examine("wait", lambda spec: Wait(), 0)
     assert bool((utility <= 0).all())
-    spent = training.exam.env.spent.float()
+    spent = training.exam[0][0].env.spent.float()
     assert bool((spent > 0).any())
     torch.testing.assert_close(utility, -0.01 * spent)
 
@@ -438,13 +439,13 @@ def test_a_killed_command_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def played(training: Training) -> list[int]:
     """Scenarios whose twins were computed, as they are counted from now on."""
     counted: list[int] = []
-    compute = training.rounds.player.world.twins._compute
+    compute = training.rounds.player.world(training.config.env.family).twins._compute
 
     def counting(scenarios: Scenarios) -> None:
         counted.extend(scenarios.key.tolist())
         compute(scenarios)
 
-    training.rounds.player.world.twins._compute = counting  # type: ignore[method-assign]
+    training.rounds.player.world(training.config.env.family).twins._compute = counting  # type: ignore[method-assign]
     return counted
 
 
@@ -477,7 +478,7 @@ def test_scenarios_that_are_met_again_keep_their_twins(tmp_path: Path) -> None:
 
 def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> None:
     training = Training(CONFIG, tmp_path, make=toys)
-    world, controller = training.rounds.player.world, training.agent.controller
+    world, controller = training.rounds.player.world(training.config.env.family), training.agent.controller
     buffer = training.agent.buffer(world.steps, CONFIG.rows)
     drawn = FAMILY.scenarios(CONFIG.rows)
     world.collect(training.agent, drawn, buffer, (CONFIG.seed,))
@@ -498,7 +499,7 @@ def test_the_critic_and_nothing_else_is_told_what_is_hidden(tmp_path: Path) -> N
     blind = Training(replace(CONFIG, privileged=False), tmp_path / "blind", make=toys)
     assert blind.agent.network.config.privileged == 0
     empty = blind.agent.buffer(world.steps, CONFIG.rows)
-    blind.rounds.player.world.collect(blind.agent, drawn, empty, (CONFIG.seed,), privileged=False)
+    blind.rounds.player.world(blind.config.env.family).collect(blind.agent, drawn, empty, (CONFIG.seed,), privileged=False)
     assert empty.filled == world.steps
     with pytest.raises(EsperError, match="privileged follows from privileged"):
         replace(CONFIG, network=NetworkConfig(privileged=3))
@@ -631,6 +632,6 @@ def test_hosts_that_break_in_their_first_epoch_stop_no_update(tmp_path: Path) ->
     config = TrainConfig(env=EnvConfig(family), rounds=2, rows=16, exam_every=0, ppo=PPOConfig(minibatches=4))
     training = Training(config, tmp_path, Rounds(), make=toys)
     training.run()
-    assert any(rollback.epoch == 1 for rollback in training.rounds.player.world.env.rollbacks)
-    assert sum(alarm["value"] for alarm in alarms if alarm["kind"] == "rollback") == len(training.rounds.player.world.env.rollbacks)
+    assert any(rollback.epoch == 1 for rollback in training.rounds.player.world(training.config.env.family).env.rollbacks)
+    assert sum(alarm["value"] for alarm in alarms if alarm["kind"] == "rollback") == len(training.rounds.player.world(training.config.env.family).env.rollbacks)
     assert [(row["skipped"], row["steps"] > 0, math.isfinite(row["utility"])) for row in told] == [(0, True, True)] * 2

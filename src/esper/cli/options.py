@@ -57,6 +57,7 @@ class Train(Spread):
     device: Annotated[str, arg(metavar="cpu|cuda")] = ""  # cpu, or cuda; over preset and file.
     log: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="KIND:PATH")] = ()
     """A tracker that is told what rounds and examinations come to: jsonl:FILE or tensorboard:FOLDER."""
+    universe: File = None  # TOML file: many families for one controller, with whole data sets held out.
     plugin: Plugins = ()
     resume: bool = False  # Go on with the run in --out, bit for bit; needs no other option.
     more: Annotated[int, arg(metavar="N")] = 0

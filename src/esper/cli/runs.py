@@ -75,8 +75,15 @@ def use_plugins(paths: Sequence[Path]) -> None:
 
 def write_description(folder: Path, config: TrainConfig, about: dict[str, Any] | None = None) -> None:
     stamp = about or {"made with": provenance(config.env.device), "declared": []}
-    task = task_digest(config.env.family.task)
-    write_json(folder / DESCRIPTION, "run", {"config": to_dict(config), "task": task, **stamp})
+    write_json(folder / DESCRIPTION, "run", {"config": to_dict(config), "task": _tasks(config), **stamp})
+
+
+def _tasks(config: TrainConfig) -> Any:
+    """What the names of a run's tasks mean: a digest; of a universe, one for each task that a run uses."""
+    if config.universe is None:
+        return task_digest(config.env.family.task)
+    families = (*config.universe.training, *config.universe.validation)
+    return {family.task: task_digest(family.task) for family in families}
 
 
 def note_facts(training: Training) -> None:
@@ -97,8 +104,10 @@ def load_run(folder: Path) -> tuple[TrainConfig, dict[str, Any]] | None:
     body = read_json(path, "run")
     with decoding(path, "run"):
         config = from_dict(TrainConfig, merged(LATER, body["config"]), str(path))
-        name = config.env.family.task
-        if body.get("task", "") != task_digest(name):
+        before, now, name = body.get("task", ""), _tasks(config), config.env.family.task
+        if before != now:
+            if isinstance(before, dict) and isinstance(now, dict):
+                name = min(dict(before.items() ^ now.items()))
             raise EsperError(f"the run in {folder} was begun when the task {name} had other data; "
                              f"add that again: esper tasks add {name} PATH --replace")
         return config, {name: body[name] for name in ("made with", "declared")}

@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +27,14 @@ from esper.cli.runs import (
     write_description,
 )
 from esper.karn import panel, summary
-from esper.leyline import EsperError
+from esper.leyline import ActionSpec, EsperError
 from esper.leyline.codec import from_dict, merged, override, to_dict
 from esper.leyline.storage import locked
 from esper.nissa import Store, Tracked, open_tracker, verify
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.simic.workers import Workers
-from esper.tamiyo import Heuristic, Learned, PolicyBundle
-from esper.tolaria import Family, find_family
+from esper.tamiyo import Heuristic, PolicyBundle
+from esper.tolaria import Family, find_family, find_universe
 
 _SOLVER = {"entropy": [0.1, 0.002], "explore": [0.05, 0.0]}
 _SMALL = {"env": {"previews": False}, "ppo": _SOLVER}
@@ -55,12 +55,20 @@ def resolve_config(options: Train, stored: TrainConfig | None = None) -> TrainCo
     layers: list[dict[str, Any]] = [
         PRESETS.get(preset, {}),
         {"env": {"family": to_dict(find_family(options.family)), "spec": False}} if options.family else {},
+        _universe(options.universe) if options.universe else {},
         {} if options.config is None else _toml(options.config),
         {name: value for name in ("rounds", "rows", "seed", "shards")
          if (value := getattr(options, name)) is not None},
         {"reward": options.reward} if options.reward else {},
         {"env": {"device": options.device}} if options.device else {}]
     return override(stored or TrainConfig(), functools.reduce(merged, layers), "the config")
+
+
+def _universe(path: Path) -> dict[str, Any]:
+    """Its families, of which the first stands for all where one is asked for; and eyes that fit all."""
+    universe = find_universe(path)
+    family = to_dict(universe.training[0])
+    return {"universe": to_dict(universe), "eyes": "universal", "env": {"family": family, "spec": False}}
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -191,8 +199,8 @@ def _as_before(made_with: dict[str, Any], console: Console) -> None:
 
 def _conclude(training: Training, console: Console) -> None:
     """The last examination beside the heuristic's and no growth's."""
-    policies: dict[str, PolicyBundle] = {
-        "learned": Learned(training.agent.controller, greedy=True), "heuristic": Heuristic()}
+    policies: dict[str, Callable[[ActionSpec], PolicyBundle]] = {
+        "learned": training.learned, "heuristic": lambda spec: Heuristic()}
     gains = {name: training.examine(name, each, training.config.rounds) for name, each in policies.items()}
     training.sink.commit()
     for name, gain in gains.items():

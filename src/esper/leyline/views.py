@@ -39,6 +39,18 @@ class Seeds:
 
 
 @dataclass(frozen=True)
+class About:
+    """What is known beforehand of a task and its host."""
+
+    chance: tuple[float, float, float] = (1.0, 0.0, 0.0)
+    """Loss, score and smooth score of a network that has learned nothing; by default of a score that is a
+    share, with what is missing to 1 as its loss."""
+    outputs: int = 1
+    extent: int = 1  # places of a sample in the first slot: length, pixels, tokens
+    samples: "Tensor | None" = None  # [N] that train; None: nobody knows
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was measured. Scores that were not are NaN; evidence has its own bits."""
 
@@ -52,6 +64,7 @@ class Facts:
     descriptors: "Tensor"  # [S, K, D] of every blueprint at every slot's shape
     prices: "Tensor"  # [S, K, 2] parameters and FLOPs of every blueprint there
     candidates: Contribution | None = None  # [N, S, K] loss drops if planted now; None: never asked for
+    about: About = About()
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from esper.leyline.codec import to_dict
 from esper.simic.ppo import PPOAgent, PPOConfig
 from esper.simic.rewards import REWARDS, SCORES_OF
 from esper.simic.world import PRIVILEGED
-from esper.tamiyo import Controller, NetworkConfig
-from esper.tolaria import EnvConfig, PreviewConfig, find_family
+from esper.tamiyo import EYES, Controller, NetworkConfig
+from esper.tolaria import EnvConfig, Family, PreviewConfig, Scenarios, Universe, find_family
 
 MOST_ROWS, MOST_ROUNDS = 65_536, 10_000_000
-LATER = {"shards": 1, "threads": 0}
+LATER: dict[str, Any] = {"shards": 1, "threads": 0, "universe": None, "eyes": "family"}
 """Keys that older runs lack, and what these did; a run that does so is the same run with and without them."""
 _LOOKS = PreviewConfig(every=3, steps=20)
 
@@ -27,6 +27,11 @@ class TrainConfig:
 
     env: EnvConfig = field(default_factory=lambda: EnvConfig(find_family("mlp"), previews=_LOOKS))
     """Family, action space, previews, device and precision."""
+    universe: Universe | None = None
+    """Rounds are drawn from its families, one for each shard, instead of from the one above; an action spec
+    follows from each host then. Examinations are on its validation families."""
+    eyes: str = "family"
+    """What the controller sees: `family`, scaled by what hosts of one family show; or `universal`."""
     rounds: int = 60
     """Updates of the run; each follows one episode in every row."""
     rows: int = 64
@@ -70,6 +75,11 @@ class TrainConfig:
         if self.reward not in REWARDS or self.score not in SCORES_OF:
             raise EsperError(f"choose a reward from {', '.join(REWARDS)} "
                              f"and a score from {', '.join(SCORES_OF)}")
+        if self.eyes not in EYES:
+            raise EsperError(f"no eyes {self.eyes!r}; choose from {', '.join(EYES)}")
+        if self.universe and (self.rows // self.shards) % parts:
+            raise EsperError(f"shards of {self.rows // self.shards} rows, each of one family, cannot be cut "
+                             f"into {parts} equal minibatches; change rows, shards or ppo.minibatches")
         if self.network.privileged:
             raise EsperError("network.privileged follows from privileged; leave it out")
 
@@ -82,12 +92,36 @@ class TrainConfig:
     def threads_of_a_shard(self) -> int:
         return self.threads or (1 if self.shards > 1 else torch.get_num_threads())
 
+    def env_of(self, family: Family) -> EnvConfig:
+        """An environment as the run has them, for one family."""
+        same = family == self.env.family
+        return self.env if same else replace(self.env, family=family, spec=None)  # type: ignore[arg-type]
+
+    def shards_of(self, number: int) -> list[tuple[Family, Scenarios]]:
+        """What is played in each shard of a round: a family and scenarios of its training split."""
+        rows, pool = self.rows // self.shards, self.pool
+        number = number % pool if pool else number
+        first = number * self.rows
+        if self.universe is None:
+            drawn = self.env.family.scenarios(self.rows, "train", first)
+            return [(self.env.family, drawn.take(part)) for part in torch.arange(self.rows).split(rows)]
+        families = self.universe.pick(number, self.shards)
+        return [(family, family.scenarios(rows, "train", first + place * rows))
+                for place, family in enumerate(families)]
+
+    @property
+    def exam(self) -> list[tuple[Family, Scenarios]]:
+        """What examinations are on: fixed scenarios of the validation split, as many of each family."""
+        families = self.universe.validation if self.universe else (self.env.family,)
+        return [(family, family.scenarios(-(-self.exam_rows // len(families)), "validation"))
+                for family in families]
+
     def agent(self) -> PPOAgent:
         """An agent that knows nothing yet."""
         network = replace(self.network, privileged=len(PRIVILEGED) if self.privileged else 0)
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            controller = Controller.fresh(self.env.spec, network, device=self.env.device)
+            controller = Controller.fresh(self.env.spec, network, EYES[self.eyes].spec, self.env.device)
         return PPOAgent(controller, replace(self.ppo, updates=self.rounds), seed=self.seed)
 
     @property
@@ -97,8 +131,9 @@ class TrainConfig:
 
     def facts(self) -> dict[str, Any]:
         """What viewers of a run must know; `group` is the same for runs that differ in seed alone."""
-        host, spec = self.env.family.host, self.env.spec
-        return {"family": self.env.family.name, "task": self.env.family.task, "seed": self.seed,
+        host, spec, universe = self.env.family.host, self.env.spec, self.universe
+        return {"family": universe.name if universe else self.env.family.name,
+                "task": self.env.family.task, "seed": self.seed,
                 "rounds": self.rounds, "rows": self.rows, "slots": list(host.slots.names),
                 "blueprints": list(spec.blueprints), "heads": [head.name.lower() for head in spec.heads],
                 "identity": self.identity, "group": self._digest(rounds=0, seed=0), "config": to_dict(self)}

@@ -3,8 +3,10 @@
 Legend: L steps of a sequence, B sequences, H heads of the spec.
 """
 
+import copy
+import itertools
 import math
-from collections import namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.leyline import RELEVANCE, EsperError, Head
+from esper.leyline import ActionSpec, EsperError, Head
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.storage import decoding, read_state, write_state
 from esper.simic.buffer import RolloutSpec, Sequences, TamiyoRolloutBuffer, mean_of, moments, parts_of
+from esper.simic.causal import compute_per_head_advantages
 from esper.simic.metrics import AnomalyDetector, PPOUpdateMetrics, Thresholds, reduced
-from esper.tamiyo import ActionDistribution, Controller
+from esper.tamiyo import ActionDistribution, Controller, FactoredRecurrentActorCritic
 from esper.tamiyo.controller import check_tensors
 from esper.tamiyo.network import exact
 
@@ -126,6 +129,15 @@ class PPOAgent:
         if compile or self.config.compile:
             self._encode, self._losses = map(_compiled, (self.network.encode, self._loss))
 
+    def bound_to(self, spec: ActionSpec) -> "PPOAgent":
+        """The same agent, to act in hosts with other slots or blueprints; what it learns, both know."""
+        if spec == self.network.spec:
+            return self
+        bound = copy.copy(self)
+        bound.controller = self.controller.bound_to(spec)
+        bound.network = bound.controller.network
+        return bound
+
     def buffer(self, steps: int, rows: int, chunk: int = 0) -> TamiyoRolloutBuffer:
         """A rollout that fits this agent."""
         return TamiyoRolloutBuffer(RolloutSpec.of(self.network, steps, rows, chunk), self.device)
@@ -140,19 +152,26 @@ class PPOAgent:
         return self.scheduled(self.config.explore)
 
     @exact()
-    def update(self, buffer: TamiyoRolloutBuffer, last_value: Tensor) -> PPOUpdateMetrics:
-        """Learn from a full rollout, then forget it. `last_value` [N] is of what follows its last step."""
-        self._check(buffer)
-        buffer.compute_advantages_and_returns(self.config.gamma, self.config.gae_lambda, last_value)
-        buffer.check_numbers(LARGEST)
-        error, entropies = self._replay(buffer)
-        spread, summary = self._summarise(buffer)
-        mean, std = buffer.normalize_advantages()
+    def update(self, buffer: TamiyoRolloutBuffer | Sequence[TamiyoRolloutBuffer],
+               last_value: Tensor | Sequence[Tensor]) -> PPOUpdateMetrics:
+        """Learn from a full rollout, then forget it; or from several at once, of hosts with other slots or
+        blueprints. `last_value` [N] is of what follows its last step."""
+        buffers = [buffer] if isinstance(buffer, TamiyoRolloutBuffer) else list(buffer)
+        values = [last_value] if isinstance(last_value, Tensor) else list(last_value)
+        for each, value in zip(buffers, values, strict=True):
+            self._check(each, self.network if each is buffer else self.network.bound_to(each.spec.spec))
+            each.compute_advantages_and_returns(self.config.gamma, self.config.gae_lambda, value)
+            each.check_numbers(LARGEST)
+        errors, heads_of = zip(*map(self._replay, buffers), strict=True)
+        spreads, summaries = zip(*map(self._summarise, buffers), strict=True)
+        advantages = [torch.stack(each.normalize_advantages()) for each in buffers]
+        error, (mean, std) = max(errors), torch.stack(advantages).mean(0)
+        spread, summary, entropies = (torch.stack(each).mean(0) for each in (spreads, summaries, heads_of))
         self._rescale(spread)
         lr = self.scheduled(self.config.learning_rate)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        log, stopped, skipped = self._learn(buffer, self._knobs())
+        log, stopped, skipped = self._learn(buffers, self._knobs())
         self.updates += 1
         heads, before = self._heads, torch.cat([torch.stack([mean, std]), summary, entropies]).tolist()
         by_head: dict[str, Any] = {
@@ -162,7 +181,8 @@ class PPOAgent:
         numbers: dict[str, Any] = {name: reduced(name, [step[name] for step in log])
                                    for name in (*SUMS, *EXTREMES, "grad_norm")}
         numbers |= {"replay_error": error, "explained_variance": before[2]}
-        buffer.reset()
+        for each in buffers:
+            each.reset()
         return PPOUpdateMetrics(
             **numbers, **by_head, advantage_mean=before[0], advantage_std=before[1], learning_rate=lr,
             steps=len(log) - skipped - stopped, skipped=skipped, stopped_early=bool(stopped),
@@ -177,9 +197,9 @@ class PPOAgent:
             found[name] = f"step {step}, {self.network.spec.ops[op].name}, {self._heads[head]}"
         return found
 
-    def _check(self, buffer: TamiyoRolloutBuffer) -> None:
+    def _check(self, buffer: TamiyoRolloutBuffer, network: FactoredRecurrentActorCritic) -> None:
         made = buffer.spec
-        mine = RolloutSpec.of(self.network, made.steps, made.rows, made.chunk)
+        mine = RolloutSpec.of(network, made.steps, made.rows, made.chunk)
         different = [f.name for f in fields(RolloutSpec) if getattr(mine, f.name) != getattr(made, f.name)]
         if different or buffer.device.type != self.device.type:
             what = ", ".join(different) or "device"
@@ -206,13 +226,15 @@ class PPOAgent:
         values = torch.tensor([self.explore, self.config.clip, *weights], device=self.device)
         return Knobs(values[0], values[2:], values[1], self.config.value_clip * self.network.value_scale)
 
-    def _learn(self, buffer: TamiyoRolloutBuffer, knobs: Knobs) -> tuple[list[dict[Any, float]], int, int]:
+    def _learn(self, buffers: Sequence[TamiyoRolloutBuffer],
+               knobs: Knobs) -> tuple[list[dict[Any, float]], int, int]:
         """(numbers of every optimiser step, was it stopped, how many steps were skipped)."""
         log: list[dict[Any, float]] = []
         skipped = 0
         for _ in range(self.config.epochs):
-            for batch in buffer.get_batched_sequences(self.config.minibatches, self.generator):
-                log.append(self._gradient(batch, knobs))
+            drawn = [each.get_batched_sequences(self.config.minibatches, self.generator) for each in buffers]
+            for batches in zip(*drawn, strict=True):
+                log.append(self._gradient(batches, knobs))
                 if not math.isfinite(log[-1]["grad_norm"]):
                     skipped += 1
                 elif log[-1]["kl"] > self.config.kl_stop * self.config.target_kl:
@@ -225,8 +247,9 @@ class PPOAgent:
     def _replay(self, buffer: TamiyoRolloutBuffer) -> tuple[float, Tensor]:
         """(largest difference from what acting stored, [H] the heads' conditional entropies then)."""
         (full,) = buffer.get_batched_sequences()
-        again = self.network.evaluate_actions(full.seen, full.masks, full.actions, full.hidden, full.reset,
-                                              self.explore, validate=False, privileged=full.privileged)
+        again = self.network.bound_to(buffer.spec.spec).evaluate_actions(
+            full.seen, full.masks, full.actions, full.hidden, full.reset, self.explore, validate=False,
+            privileged=full.privileged)
         moved = (again.scored.joint - full.log_prob).abs()
         drift = (again.value - full.value).abs() / (1 + full.value.abs())
         error = float(torch.where(full.valid, torch.maximum(moved, drift), 0.0).amax())
@@ -238,12 +261,14 @@ class PPOAgent:
         asked = torch.where(full.valid[..., None], asked, 0.0)
         return error, (share * asked).sum((0, 1)) / asked.sum((0, 1)).clamp(min=1e-30)
 
-    def _gradient(self, batch: Sequences, knobs: Knobs) -> dict[Any, float]:
+    def _gradient(self, batches: Sequence[Sequences], knobs: Knobs) -> dict[Any, float]:
         """Gradients of one minibatch, clipped; its numbers, the heads' norms among them, in one transfer."""
         self.optimizer.zero_grad()
-        chosen, valid = batch.chosen.sum().clamp(min=1), batch.valid.sum().clamp(min=1)
-        told, net = [], self.network
-        for piece in parts_of(batch, self.config.accumulate) if self.config.accumulate > 1 else [batch]:
+        chosen = sum(batch.chosen.sum() for batch in batches).clamp(min=1)  # type: ignore[union-attr]
+        valid = sum(batch.valid.sum() for batch in batches).clamp(min=1)  # type: ignore[union-attr]
+        told, net, pieces = [], self.network, self.config.accumulate
+        cut = [parts_of(batch, pieces) if pieces > 1 else [batch] for batch in batches]
+        for piece in itertools.chain(*cut):
             features, slot, candidate = self._encode(piece.seen)
             memory, _ = net.remember(features, piece.hidden, piece.reset)
             loss, numbers = self._losses(memory, slot, candidate, piece, knobs, chosen, valid)
@@ -361,25 +386,3 @@ def _place(at: Tensor, told: Tensor, moved: Tensor) -> Tensor:
 def _compiled(function: Any) -> Any:
     """Static shapes, one graph: a graph break is an error, not a slow path."""
     return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-PerHead = namedtuple("PerHead", "op slot blueprint style tempo alpha_target alpha_speed alpha_curve")
-"""One tensor [T, N] for each head."""
-assert list(PerHead._fields) == [head.name.lower() for head in Head]
-_OPS = tuple(tuple(op for op in range(len(RELEVANCE)) if RELEVANCE[op, head]) for head in range(len(Head)))
-"""For each head the ops under which it matters: the columns of `RELEVANCE`."""
-
-
-def compute_causal_masks(ops: Tensor) -> PerHead:
-    """bool: does the head matter under the op that was taken? `ops` [T, N] are numbers of `LifecycleOp`."""
-    if ops.dim() != 2:
-        raise EsperError(f"ops have shape {list(ops.shape)}; expected [T, N]")
-    return PerHead(*(torch.stack([ops == op for op in mine]).any(0) for mine in _OPS))
-
-
-def compute_per_head_advantages(advantages: Tensor, ops: Tensor) -> PerHead:
-    """Advantages [T, N] for each head, zero where it did not matter. The op's are the given tensor itself."""
-    if advantages.shape != ops.shape:
-        raise EsperError(f"advantages have shape {list(advantages.shape)} and ops {list(ops.shape)}; "
-                         "both must be [T, N]")
-    return PerHead(advantages, *(torch.where(mask, advantages, 0) for mask in compute_causal_masks(ops)[1:]))

@@ -20,16 +20,15 @@ from esper.simic.rewards import RewardInputs
 from esper.simic.workers import Done, Workers
 from esper.simic.world import RewardWorld, Round
 from esper.tamiyo.controller import inside
-from esper.tolaria import EnvConfig, Episodes, MakeEnv, MorphogeneticEnv, Scenarios, Twins
+from esper.tolaria import EnvConfig, Episodes, Family, MakeEnv, MorphogeneticEnv, Scenarios, Twins
 from esper.tolaria.episodes import TwinScores
 
 Parcel = tuple[str, dict[str, np.ndarray]]
 _INPUTS = [f.name for f in fields(RewardInputs)]
 
 
-def make_world(config: TrainConfig, rows: int, reward: str, score: str, make: MakeEnv) -> RewardWorld:
-    twins = Twins(make(replace(config.env, previews=None), rows))
-    return RewardWorld(make(config.env, rows), twins, reward, score)
+def make_world(env: EnvConfig, rows: int, reward: str, score: str, make: MakeEnv) -> RewardWorld:
+    return RewardWorld(make(env, rows), Twins(make(replace(env, previews=None), rows)), reward, score)
 
 
 def _packed(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Parcel:
@@ -89,30 +88,37 @@ class Player:
     """Owns environments, and plays shards in them with weights that it is given."""
 
     def __init__(self, config: TrainConfig, make: MakeEnv = MorphogeneticEnv) -> None:
-        self.config, rows = config, config.rows // config.shards
-        self.world = make_world(config, rows, config.reward, config.score, make)
+        self.config, self.make, self.rows = config, make, config.rows // config.shards
         self.agent = config.agent()
-        self.buffer = self.agent.buffer(self.world.steps, rows, config.ppo.chunk)
+        self.worlds: dict[str, RewardWorld] = {}  # by the family's name
 
-    def play(self, number: int, weights: Mapping[str, Tensor], scenarios: Scenarios,
+    def world(self, family: Family) -> RewardWorld:
+        """Made when it is first met."""
+        if family.name not in self.worlds:
+            env, config = self.config.env_of(family), self.config
+            self.worlds[family.name] = make_world(env, self.rows, config.reward, config.score, self.make)
+        return self.worlds[family.name]
+
+    def play(self, number: int, weights: Mapping[str, Tensor], family: Family, scenarios: Scenarios,
              twin: Tensor | None) -> Shard:
         """Scenarios of a round; `twin` is what is known of all their twins."""
-        agent, twins, threads = self.agent, self.world.twins, torch.get_num_threads()
+        world, threads = self.world(family), torch.get_num_threads()
+        agent, twins = self.agent.bound_to(world.env.spec), world.twins
         agent.network.load_state_dict(inside(weights, "network."))
         agent.controller.normaliser.load(inside(weights, "normaliser."))
         agent.updates = number  # decides how much is explored
         twins.forget()
         if twin is not None:
             twins.put(scenarios, twin)
-        self.buffer.reset()
+        buffer = agent.buffer(world.steps, self.rows, self.config.ppo.chunk)
         torch.set_num_threads(self.config.threads_of_a_shard)
         try:
-            played = self.world.collect(agent, scenarios, self.buffer, (self.config.seed, number),
-                                        self.config.privileged)
+            played = world.collect(agent, scenarios, buffer, (self.config.seed, number),
+                                   self.config.privileged)
         finally:
             torch.set_num_threads(threads)
-        rollout = {name: part.cpu().clone() for name, part in self.buffer.steps().items()}
-        return Shard(number, played, rollout, self.world.twin)
+        rollout = {name: part.cpu() for name, part in buffer.steps().items()}
+        return Shard(number, played, rollout, world.twin)
 
 
 @functools.lru_cache(maxsize=1)
@@ -125,10 +131,14 @@ def _play(config: str, make: MakeEnv, parcel: Parcel | None) -> Parcel | None:
     """In a worker; without a parcel it only prepares."""
     player = _player(config, make)
     if parcel is None:
+        for family, _ in player.config.shards_of(0):
+            player.world(family)
         return None
     about, tensors = _unpacked(parcel)
-    scenarios = Scenarios(**inside(tensors, "scenarios."), kinds=player.config.env.family.kinds)
-    return player.play(about["number"], inside(tensors, "weights."), scenarios, tensors.get("twin")).pack()
+    family, _ = player.config.shards_of(about["number"])[about["shard"]]
+    scenarios = Scenarios(**inside(tensors, "scenarios."), kinds=family.kinds)
+    weights = inside(tensors, "weights.")
+    return player.play(about["number"], weights, family, scenarios, tensors.get("twin")).pack()
 
 
 class Rounds:
@@ -142,25 +152,44 @@ class Rounds:
         else:  # whatever an environment lacks is one sentence before the first round
             list(workers.run({"the environment": functools.partial(_play, self._text, make, None)}))
 
-    def submit(self, number: int, weights: Mapping[str, Tensor], scenarios: Scenarios,
-               twins: TwinScores) -> Iterator[Done]:
-        """Every shard of a round, checked, in the order of the scenarios; its value is a `Shard`."""
-        parts = [scenarios.take(rows) for rows in torch.arange(len(scenarios)).chunk(self.config.shards)]
-        calls = {f"shard {place} of round {number}": self._call(number, weights, part, twins)
+    def submit(self, number: int, weights: Mapping[str, Tensor], twins: "KnownTwins") -> Iterator[Done]:
+        """Every shard of a round, checked, in order; its value is a `Shard`."""
+        parts = self.config.shards_of(number)
+        calls = {f"shard {place} of round {number}": self._call(number, place, weights, *part, twins)
                  for place, part in enumerate(parts)}
         found = {done.name: done for done in self.workers.run(calls)}
-        for name, part in zip(calls, parts, strict=True):
+        for name, (family, scenarios) in zip(calls, parts, strict=True):
             done = found[name]
-            shard = done.value if self.here else Shard.unpack(self.config.env, done.value)
-            shard.check(number, part)
+            shard = done.value if self.here else Shard.unpack(self.config.env_of(family), done.value)
+            shard.check(number, scenarios)
             yield done._replace(value=shard)
 
-    def _call(self, number: int, weights: Mapping[str, Tensor], scenarios: Scenarios,
-              twins: TwinScores) -> Any:
-        twin = None if len(twins.missing(scenarios)) else twins(scenarios)
+    def _call(self, number: int, place: int, weights: Mapping[str, Tensor], family: Family,
+              scenarios: Scenarios, twins: "KnownTwins") -> Any:
+        known = twins.of(family)
+        twin = None if len(known.missing(scenarios)) else known(scenarios)
         if self.here:
-            return functools.partial(self.player.play, number, weights, scenarios, twin)
+            return functools.partial(self.player.play, number, weights, family, scenarios, twin)
         tensors = {f"weights.{name}": t for name, t in weights.items()}
         tensors |= {f"scenarios.{name}": t for name, t in scenarios.columns().items()}
         tensors |= {} if twin is None else {"twin": twin}
-        return functools.partial(_play, self._text, self.make, _packed({"number": number}, tensors))
+        about = {"number": number, "shard": place}
+        return functools.partial(_play, self._text, self.make, _packed(about, tensors))
+
+
+class KnownTwins:
+    """What is known of the twins of a run, by family."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, TwinScores] = {}
+
+    def of(self, family: Family) -> TwinScores:
+        return self.families.setdefault(family.name, TwinScores(family))
+
+    @property
+    def count(self) -> int:
+        return sum(len(each.known) for each in self.families.values())
+
+    def forget(self) -> None:
+        """Scenarios that will not be met again."""
+        self.families.clear()

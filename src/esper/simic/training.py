@@ -3,7 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from esper.simic.buffer import TamiyoRolloutBuffer
 from esper.simic.config import TrainConfig
 from esper.simic.metrics import PPOUpdateMetrics
 from esper.simic.ppo import PPOAgent
-from esper.simic.shards import Rounds, Shard, make_world
+from esper.simic.shards import KnownTwins, Rounds, Shard, make_world
 from esper.simic.workers import Workers
 from esper.simic.world import RewardWorld, Round
 from esper.tamiyo import Learned, PolicyBundle
-from esper.tolaria import MakeEnv, MorphogeneticEnv
-from esper.tolaria.episodes import TwinScores
+from esper.tolaria import MakeEnv, MorphogeneticEnv, Scenarios
 
 CHECKPOINT, PREVIOUS, TWINS = "agent.safetensors", "agent.previous.safetensors", "twins.safetensors"
 
@@ -42,71 +41,82 @@ class Training:
             raise EsperError(f"{path} belongs to another run than the run.json beside it; put back its own")
         self.agent = PPOAgent.load(path, config.env.device) if path.exists() else config.agent()
         self.agent.config = replace(self.agent.config, updates=config.rounds)  # more, if it was made longer
-        self.rounds, self.twins = Rounds(config, make, workers or Workers()), TwinScores(config.env.family)
+        self.rounds, self.twins = Rounds(config, make, workers or Workers()), KnownTwins()
         self.clock = time.perf_counter()
         if (folder / TWINS).exists():
-            self.twins.load(folder / TWINS)
+            self.twins.of(config.env.family).load(folder / TWINS)
 
     def run(self, stop: Callable[[], bool] = lambda: False,
             watch: Callable[[int], object] = lambda number: None) -> None:
         """Rounds until all are done or `stop` asks for it; `watch` is told after each how many are."""
         config, agent = self.config, self.agent
-        buffer = agent.buffer(max(config.env.family.horizons), config.rows, config.ppo.chunk)
-        nothing = torch.zeros(config.rows, device=agent.device)  # every episode ends within its round
         while agent.updates < config.rounds and not stop():
             number = agent.updates
             shards, fresh = self._play(number)
-            buffer.join([shard.rollout for shard in shards])
             for shard in shards:
                 for counted in zip(*(part.to(agent.device) for part in shard.played.counted), strict=True):
                     agent.controller.normaliser.fold(counted)
-            told = _told(buffer, config.env.spec)
-            metrics = agent.update(buffer, nothing)
+            buffers = self._joined(shards)
+            nothing = [torch.zeros(each.spec.rows, device=agent.device) for each in buffers]  # all have ended
+            metrics = agent.update(buffers, nothing)
             played = [shard.played for shard in shards]
-            for place, each in enumerate(played):
-                self._record(number, each, place * config.rows // config.shards, told)
+            for place, shard in enumerate(shards):
+                self._record(number, shard, place * config.rows // config.shards)
             self._report(number, played, metrics)
             if config.exam_every and (number + 1) % config.exam_every == 0:
-                self.examine("learned", Learned(agent.controller, greedy=True), number + 1)
+                self.examine("learned", self.learned, number + 1)
             self.sink.commit()
             self._checkpoint(fresh)
             watch(number + 1)
 
+    def _joined(self, shards: Sequence[Shard]) -> list[TamiyoRolloutBuffer]:
+        """One rollout for all hosts with the same slots and blueprints."""
+        groups: dict[tuple[int, tuple[str, ...]], list[Shard]] = {}
+        for shard in shards:
+            spec = shard.played.episodes.config.spec
+            groups.setdefault((spec.slots, spec.blueprints), []).append(shard)
+        buffers = []
+        for mine in groups.values():
+            spec = mine[0].played.episodes.config.spec
+            steps = max(max(shard.played.episodes.config.family.horizons) for shard in mine)
+            rows = sum(len(shard.played.episodes) for shard in mine)
+            buffers.append(self.agent.bound_to(spec).buffer(steps, rows, self.config.ppo.chunk))
+            buffers[-1].join([shard.rollout for shard in mine])
+        return buffers
+
     def _play(self, number: int) -> tuple[list[Shard], bool]:
         """(a round of the training split, in order of its scenarios; were some twins not known before?)"""
-        pool, rows = self.config.pool, self.config.rows
-        if not pool:
+        if not self.config.pool:
             self.twins.forget()  # they will not be met again
-        first = (number % pool if pool else number) * rows
-        scenarios, known = self.config.env.family.scenarios(rows, "train", first), len(self.twins.known)
-        shards = []
-        for done in self.rounds.submit(number, self.agent.controller.tensors(), scenarios, self.twins):
+        known, shards = self.twins.count, []
+        for done in self.rounds.submit(number, self.agent.controller.tensors(), self.twins):
             shard: Shard = done.value
             shards.append(shard)
-            self.twins.put(shard.played.episodes.scenarios, shard.twin)
+            played = shard.played.episodes
+            self.twins.of(played.config.family).put(played.scenarios, shard.twin)
             epochs = int(shard.played.episodes.measured["clock"][-1].sum())
             self.sink.write("worker", {"round": number, "shard": len(shards) - 1, "worker": done.worker,
                                        "seconds": done.seconds, "host_epochs": epochs, "tries": done.tries,
                                        "log": done.log})
-        return shards, len(self.twins.known) > known
+        return shards, self.twins.count > known
 
     def _checkpoint(self, fresh: bool) -> None:
         """The agent, and twins that will be met again if some are `fresh`. The agent before it is kept."""
         path = self.folder / CHECKPOINT
         try:
-            if fresh and self.config.pool:
-                self.twins.save(self.folder / TWINS)
+            if fresh and self.config.pool and self.config.universe is None:  # others are computed again
+                self.twins.of(self.config.env.family).save(self.folder / TWINS)
             if path.exists():
                 atomic_write(self.folder / PREVIOUS, path.read_bytes())
             self.agent.save(path, run=self.config.identity, env=to_dict(self.config.env))
         except EsperError as error:
             raise EsperError(f"{error}, then resume the run: what it saved before is kept") from error
 
-    def _record(self, number: int, played: Round, first: int, told: dict[str, Tensor]) -> None:
-        """Every step of a shard, whose rows begin with the first; `told` [T, all rows] is what the controller
-        thought."""
-        episodes, measured, spec = played.episodes, played.episodes.measured, self.config.env.spec
-        wait, grow, mine = LifecycleOp.WAIT, LifecycleOp.GERMINATE, slice(first, first + len(episodes))
+    def _record(self, number: int, shard: Shard, first: int) -> None:
+        """Every step of a shard, whose rows begin with the first."""
+        played, episodes, measured = shard.played, shard.played.episodes, shard.played.episodes.measured
+        spec, wait, grow = episodes.config.spec, LifecycleOp.WAIT, LifecycleOp.GERMINATE
+        told = _told(shard.rollout, spec)
         for epoch, actions in enumerate(episodes.actions):
             running = ~measured["done"][epoch - 1] if epoch else torch.ones_like(measured["done"][0])
             now = played.inputs[epoch]
@@ -125,16 +135,18 @@ class Training:
                        **{name: measured[f"all_on.{name}"][epoch] for name in ("loss", "smooth")},
                        **{f"reward_{name}": term[epoch] for name, term in played.terms.items()},
                        **{name: measured[name][epoch] for name in plain},
-                       **{name: each[epoch, mine] for name, each in told.items()}}
+                       **{name: each[epoch] for name, each in told.items()}}
             self.sink.write("step", columns | {name: tensor[running] for name, tensor in tensors.items()})
-            self._seeds(number, epoch, first, running, {name: each[epoch] for name, each in measured.items()})
+            now_measured = {name: each[epoch] for name, each in measured.items()}
+            self._seeds(number, epoch, first, running, now_measured, spec)
         if episodes.moves:
             moves = ((epoch, first + row, *rest) for epoch, row, *rest in episodes.moves)
             names = ("epoch", "row", "slot", "source", "target")
             listed = zip(names, map(list, zip(*moves, strict=True)), strict=True)
             self.sink.write("move", {"round": number, **dict(listed)})
 
-    def _seeds(self, number: int, epoch: int, first: int, running: Tensor, now: dict[str, Tensor]) -> None:
+    def _seeds(self, number: int, epoch: int, first: int, running: Tensor, now: dict[str, Tensor],
+               spec: ActionSpec) -> None:
         """Every slot of running rows [N] that is not empty, as measured [N, S] after an epoch."""
         row, slot = (running[:, None] & (now["stage"] != SeedStage.DORMANT)).nonzero().unbind(1)
         if not len(row):
@@ -147,7 +159,7 @@ class Training:
         self.sink.write("seed", {
             "round": number, "epoch": epoch + 1, "row": first + row, "slot": slot,
             "stage": [SeedStage(stage).name for stage in now["stage"][row, slot].tolist()],
-            "blueprint": [self.config.env.spec.blueprints[b] if b >= 0 else None
+            "blueprint": [spec.blueprints[b] if b >= 0 else None
                           for b in now["blueprint"][row, slot].tolist()],
             "alpha": now["alpha"][row, slot], **values,
             "error": torch.where(known["contribution"], *errors)})
@@ -172,27 +184,36 @@ class Training:
             self.sink.write("anomaly", {"round": number, "kind": kind, "place": place, "value": value})
         self.clock = now
 
-    def examine(self, name: str, policy: PolicyBundle, number: int) -> Tensor:
-        """Utilities above the twin [exam_rows] of a policy on the first scenarios of the validation split."""
-        rows = self.config.exam_rows
-        played = self.exam.play(policy, self.config.env.family.scenarios(rows, "validation"))
-        last = played.inputs[-1]
-        self.sink.write("exam", {
-            "round": number, "policy": name, "scenario": torch.arange(rows), "utility": played.returns,
-            "score": last.score, "params": last.params.sum(1), "spent": last.spent})
-        return played.returns
+    def examine(self, name: str, policy: Callable[[ActionSpec], PolicyBundle], number: int) -> Tensor:
+        """Utilities above the twin of a policy on fixed scenarios of the validation split; `policy` is asked
+        for one for hosts with a spec."""
+        total = []
+        for place, (world, scenarios) in enumerate(self.exam):
+            played, first = world.play(policy(world.env.spec), scenarios), place * len(scenarios)
+            last = played.inputs[-1]
+            self.sink.write("exam", {
+                "round": number, "policy": name, "scenario": first + torch.arange(len(scenarios)),
+                "utility": played.returns, "score": last.score, "params": last.params.sum(1),
+                "spent": last.spent})
+            total.append(played.returns)
+        return torch.cat(total)
+
+    def learned(self, spec: ActionSpec) -> Learned:
+        """The controller as it is, for hosts with this spec."""
+        return Learned(self.agent.bound_to(spec).controller, greedy=True)
 
     @functools.cached_property
-    def exam(self) -> RewardWorld:
-        """Scored as the proof is; its twins are computed once."""
-        return make_world(self.config, self.config.exam_rows, "utility", "score", self.make)
+    def exam(self) -> list[tuple[RewardWorld, Scenarios]]:
+        """Scored as the proof is; twins are computed once."""
+        return [(make_world(self.config.env_of(family), len(drawn), "utility", "score", self.make), drawn)
+                for family, drawn in self.config.exam]
 
 
-def _told(buffer: TamiyoRolloutBuffer, spec: ActionSpec) -> dict[str, Tensor]:
+def _told(rollout: Mapping[str, Tensor], spec: ActionSpec) -> dict[str, Tensor]:
     """[T, N]: how likely each decision was, and the return that was expected; NaN: a head had no choice."""
-    told = {"chance": buffer["log_prob"].exp(), "value": buffer["value"].clone()}
+    told = {"chance": rollout["log_prob"].exp(), "value": rollout["value"]}
     for place, head in enumerate(spec.heads):
         if head in (Head.OP, Head.SLOT, Head.BLUEPRINT):
-            chance, free = buffer["head_log_probs"][..., place].exp(), buffer["relevant"][..., place]
+            chance, free = rollout["head_log_probs"][..., place].exp(), rollout["relevant"][..., place]
             told[f"chance_{head.name.lower()}"] = torch.where(free, chance, torch.nan)
-    return {name: each.cpu() for name, each in told.items()}
+    return told

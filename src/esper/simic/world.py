@@ -149,7 +149,7 @@ class RewardWorld:
         collector = Collector(agent, self.env.rows, buffer)
 
         def act(view: View) -> Tensor:
-            seen = PolicyInput.of(view, seed, agent.device)
+            seen = PolicyInput.of(view, seed, agent.device, agent.network.observation)
             told = self._privileged().to(agent.device) if privileged else None
             return collector.act(seen._replace(privileged=told)).cpu()
 

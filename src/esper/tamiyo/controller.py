@@ -13,7 +13,7 @@ from esper.leyline.keys import Purpose, mix, uniform
 from esper.leyline.storage import decoding
 from esper.tamiyo.masks import ActionMasks, action_masks
 from esper.tamiyo.network import Acted, FactoredRecurrentActorCritic, NetworkConfig, emptied, exact
-from esper.tamiyo.observing import OBSERVATION, Normaliser, observe
+from esper.tamiyo.observing import EYES, OBSERVATION, Normaliser, observe
 
 
 class PolicyInput(NamedTuple):
@@ -27,9 +27,10 @@ class PolicyInput(NamedTuple):
     privileged: Tensor | None = None  # [N, W] what the value head alone sees; None: nothing
 
     @classmethod
-    def of(cls, view: View, seed: tuple[int, ...], device: torch.device) -> "PolicyInput":
-        """`seed` decides the draws, with the episode's luck and the clock."""
-        seen, masks = observe(view), action_masks(view).map(lambda mask: mask.to(device))
+    def of(cls, view: View, seed: tuple[int, ...], device: torch.device,
+           spec: ObservationSpec = OBSERVATION) -> "PolicyInput":
+        """`seed` decides the draws, with the episode's luck and the clock; the spec says what is seen."""
+        seen, masks = observe(view, spec), action_masks(view).map(lambda mask: mask.to(device))
         u = uniform(mix(view.luck, Purpose.ACTION, *seed, view.clock), len(view.spec.heads))
         return cls(Observation(*(part.to(device) for part in seen)), masks, (view.clock == 0).to(device),
                    u.to(device), (~view.done).to(device))
@@ -58,8 +59,10 @@ class Controller:
 
     def bound_to(self, spec: ActionSpec) -> "Controller":
         """For hosts with other slots or blueprints; it must see what hosts show."""
+        known = [eyes.spec for eyes in EYES.values()]
+        nearest = next((spec for spec in known if spec == self.network.observation), known[0])
         for name in ("row", "slot", "candidate"):
-            mine, shown = (getattr(seen, name) for seen in (self.network.observation, OBSERVATION))
+            mine, shown = (getattr(seen, name) for seen in (self.network.observation, nearest))
             if mine != shown:
                 odd = ", ".join(sorted({f.name for f in {*mine} ^ {*shown}})) or "the order"
                 raise EsperError(f"this controller sees other {name} fields than there are: {odd} differ")

@@ -4,7 +4,7 @@ Legend: N rows, S slots, K blueprints, D numbers of a descriptor.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from esper.leyline import TEMPOS, AlphaCurve, Contribution, EsperError, LifecycleOp, SeedStage, Style
 from esper.leyline.views import SCORES, Facts, Field, Observation, ObservationSpec, View
+from esper.tamiyo import universal
+from esper.tamiyo.universal import DESCRIPTOR, UNIVERSAL
 
-DESCRIPTOR = 10  # numbers that describe a blueprint at a slot's shape
 EPOCHS = 32  # that are told apart; later ones are as the last
 _SIZES = (Field("size", scaled=True), Field("flops", scaled=True))
 OBSERVATION = ObservationSpec(
@@ -41,11 +42,12 @@ OBSERVATION = ObservationSpec(
 """What Tamiyo sees by default."""
 
 
-def observe(view: View) -> Observation:
-    """float32 observations of all rows, as `OBSERVATION` names them; not scaled yet."""
+def observe(view: View, spec: ObservationSpec = OBSERVATION) -> Observation:
+    """float32 observations of all rows, as the spec names them, one of `EYES`; not scaled yet."""
     if view.facts is None:
         raise EsperError("this view has no facts: nothing measures here, so there is nothing to observe")
-    parts = ((OBSERVATION.row, _row), (OBSERVATION.slot, _slot), (OBSERVATION.candidate, _candidate))
+    makers = next(eyes.makers for eyes in EYES.values() if eyes.spec == spec)
+    parts = zip(vars(spec).values(), makers, strict=True)
     return Observation(*(_joined(fields, values(view, view.facts)) for fields, values in parts))
 
 
@@ -107,6 +109,18 @@ def _candidate(view: View, facts: Facts) -> dict[str, Tensor]:
         "free": view.verdicts[..., LifecycleOp.GERMINATE, None].expand(shape), "size": size.expand(shape),
         "flops": flops.expand(shape), "cost": _price(view, facts)[:, None, None] * size,
         "previewed": seen.known, "drop": seen.value, "drop_error": seen.standard_error}
+
+
+class Eyes(NamedTuple):
+    """A way to see: the fields, and what makes each part of them."""
+
+    spec: ObservationSpec
+    makers: tuple[Callable[[View, Facts], dict[str, Tensor]], ...]
+
+
+EYES = {"family": Eyes(OBSERVATION, (_row, _slot, _candidate)),
+        "universal": Eyes(UNIVERSAL, (universal.row, universal.slot, universal.candidate))}
+"""By name: for hosts of one family, scaled by what these show; and for any host on any task."""
 
 
 def _shares(facts: Facts, params: Tensor, flops: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,8 +62,9 @@ class Learned:
     def __call__(self, view: View) -> Tensor:
         if self.hidden is None or len(self.hidden) != len(view.clock):
             self.hidden = self.controller.network.get_initial_hidden(len(view.clock))
-        shown = PolicyInput.of(view, (self.seed,), self.controller.device)
-        _, acted = self.controller.act(shown, self.hidden, greedy=self.greedy)
+        controller = self.controller
+        shown = PolicyInput.of(view, (self.seed,), controller.device, controller.network.observation)
+        _, acted = controller.act(shown, self.hidden, greedy=self.greedy)
         self.hidden = acted.hidden
         return acted.actions.cpu()
 

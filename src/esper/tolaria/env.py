@@ -17,7 +17,7 @@ from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.leyline import Contribution, EsperError, GateConfig, Rollback, SeedStage
 from esper.leyline.actions import TEMPOS, ActionSpec, Head, LifecycleOp
 from esper.leyline.keys import Purpose, mix
-from esper.leyline.views import SCORES, Facts, Seeds, View
+from esper.leyline.views import SCORES, About, Facts, Seeds, View
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.feed import Feed
 from esper.tolaria.governor import RULES, Governor, GovernorConfig
@@ -120,6 +120,9 @@ class MorphogeneticEnv:
         self.candidates = Contribution(unknown, unknown.clone(), unknown.bool())
         prototypes = self.population.prototypes
         self._descriptors = torch.tensor([[p.descriptor for p in slot] for slot in prototypes])
+        objective, first = self.population.objective, family.host.slots.shapes[0]
+        self._about = About((*objective.chance(family.host.classes),), family.host.classes,
+                            max(1, math.prod(first.extent) * (first.tokens or 1)))
         self._prices = torch.tensor([[(p.cost.params, p.cost.flops) for p in slot] for slot in prototypes])
 
     @property
@@ -182,7 +185,7 @@ class MorphogeneticEnv:
             candidates = Contribution(old.value * known, old.standard_error * known, known)
         return Facts(self.family.host.cost, self.scores.clone(), self.before.clone(), self.spent.float(),
                      torch.stack(self.population.costs(), 2), gain, preview, self._descriptors, self._prices,
-                     candidates)
+                     candidates, replace(self._about, samples=self.feed.count.cpu().clone()))
 
     def step(self, actions: Tensor) -> Measurement:
         """Act, train one epoch, measure, and let the governor settle. Measured after the action."""
