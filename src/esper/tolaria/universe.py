@@ -79,13 +79,13 @@ def ordinary(task: str, kind: str = "", size: str = "small") -> Family:
     widths, small = SIZES[kind][size], min(known.inputs[1:], default=8).bit_length() - 1
     halvings = small if len(known.inputs) > 1 and small < len(widths) else 0
     host = Host(kind, known.inputs, widths, known.classes, halvings=halvings)
-    samples, validation = min(512, known.sizes[0]), min(400, known.sizes[1])
+    samples, validation = min(512, known.sizes[0]), min(256, known.sizes[1])
     few = max(2 * known.classes, samples // 5)
     kinds = (Kind("plain"), Kind("few samples", samples=few), Kind("noisy inputs", noise=0.7),
              Kind("wrong labels", label_noise=0.3))
-    return Family(f"{task}-{size}", task, host, kinds,
+    return Family(f"{task}-{kind}-{size}", task, host, kinds,
                   prices=tuple(points / host.cost.params for points in POINTS), flop_prices=FLOP_POINTS,
-                  horizons=(10, 16), lrs=(3e-3, 1e-2), samples=samples, validation=validation,
+                  horizons=(12, 18), lrs=(5e-3, 1e-2), samples=samples, validation=validation,
                   batch=max(1, min(32, samples // 4)))
 
 
