@@ -150,7 +150,7 @@ class RewardWorld:
 
         def act(view: View) -> Tensor:
             seen = PolicyInput.of(view, seed, agent.device, agent.network.observation)
-            told = self._privileged().to(agent.device) if privileged else None
+            told = self.privileged().to(agent.device) if privileged else None
             return collector.act(seen._replace(privileged=told)).cpu()
 
         def paid(reward: Tensor, done: Tensor) -> None:
@@ -164,7 +164,7 @@ class RewardWorld:
         """[N, scores] of the twins after so many epochs [N]."""
         return self.twin[torch.arange(self.env.rows), (clock - 1).clamp(0, self.twin.shape[1] - 1)]
 
-    def _privileged(self) -> Tensor:
+    def privileged(self) -> Tensor:
         """[N, len(PRIVILEGED)]."""
         drawn = self.env.scenarios
         noise, shift, shuffle, label_noise, samples = (drawn.of_kind(n).float() for n in PRIVILEGED[:5])
