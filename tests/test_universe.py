@@ -188,9 +188,9 @@ def test_a_run_on_a_universe_goes_on_bit_for_bit_and_alike_with_workers(tmp_path
                 pool.close()
         tensors[name] = (folder / CHECKPOINT).read_bytes()
     assert tensors["whole"] == tensors["stopped"] == tensors["two"]
-    with read(tmp_path / "whole" / "run.db") as store:
-        grown = {row[0] for row in store.execute("SELECT DISTINCT blueprint FROM step WHERE op = 'GERMINATE'")}
-        count = store.execute("SELECT count(*) FROM exam").fetchone()[0]
+    path = tmp_path / "whole" / "run.db"
+    grown = {row[0] for row in read(path, "SELECT DISTINCT blueprint FROM step WHERE op = 'GERMINATE'")}
+    ((count,),) = read(path, "SELECT count(*) FROM exam")
     assert grown & {"mlp_small", "mlp_heavy", "glu", "low_rank"}
     assert grown & {"conv_small", "conv_light", "conv_heavy", "mixer", "depthwise"}
     assert count == 6, "the validation families are examined, and nothing else"
