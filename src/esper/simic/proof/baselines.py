@@ -203,9 +203,10 @@ def _tune_policy(evaluators: Sequence[Evaluator], name: str, candidates: list[Co
                 continue
             some = torch.stack([jobs[mine, 0], jobs[mine, 1] // dealt], 1)
             drawn = evaluator.family.scenarios(int(some[:, 1].max()) + 1)
-            ends = evaluator.play_jobs(some, drawn, rows, told,
+            looks_on = evaluator.config.previews is not None  # at as few hosts as there are: each is dear
+            ends = evaluator.play_jobs(some, drawn, min(rows, len(some)) if looks_on else rows, told,
                                        lambda numbers: decides(*(candidates[number] for number in numbers)),
-                                       evaluator.config.previews is not None)
+                                       looks_on)
             (score, params, spent), drawn = ends.unbind(1), drawn.take(some[:, 1])
             worth[mine], done = utility(score, params, spent, drawn.price, drawn.flop_price), done + len(mine)
         return worth

@@ -150,7 +150,7 @@ def halve(table: Table, usable: np.ndarray, first: np.ndarray,
     cost = np.minimum(epochs / table.horizon[:, None], 1)[:, None] + table.spent  # [R, C, T]
     can = usable & (cost[..., -1] <= limit[:, None])
     order, choice, paid = can.cumsum(1), np.full(len(can), -1), np.ones(len(can))
-    for count in range(1, can.shape[1] + 1):
+    for count in range(1, int(order[:, -1].max()) + 1):
         last, used, most = _bracket(table, cost, can & (order <= count), count, first)
         fits = (order[:, -1] >= count) & (most <= limit)
         choice, paid = np.where(fits, last, choice), np.where(fits, used, paid)
@@ -186,37 +186,41 @@ def halved_worth(table: Table, first: float, budget: float) -> np.ndarray:
 
 
 def forward(worth: Callable[[tuple[int, ...]], np.ndarray], plans: int,
-            init: np.ndarray) -> tuple[list[int], float]:
-    """(plans, each the best in addition to those before it; mean worth on other inits [R] than they were
-    chosen with). There are as many of them as other inits confirm."""
-    worth, most = functools.cache(worth), min(MOST, plans)
+            init: np.ndarray) -> tuple[tuple[int, ...], float]:
+    """(plans, each the best in addition to those before it, and then in its place given the others; mean
+    worth on other inits [R] than they were chosen with). There are as many as other inits confirm."""
+    worth, every = functools.cache(worth), init >= 0
 
-    def chosen(rows: np.ndarray, count: int) -> tuple[int, ...]:
-        order: tuple[int, ...] = ()
-        for _ in range(count):
-            left = [plan for plan in range(plans) if plan not in order]
-            gains = [worth((*order, plan))[rows].mean() for plan in left]
-            order = (*order, left[int(np.argmax(gains))])
-        return order
+    def better(order: tuple[int, ...], place: int, rows: np.ndarray) -> tuple[int, ...]:
+        """With the best plan at this place."""
+        free = [plan for plan in range(plans) if plan not in (*order[:place], *order[place + 1 :])]
+        tried = [(*order[:place], plan, *order[place + 1 :]) for plan in free]
+        return tried[int(np.argmax([worth(each)[rows].mean() for each in tried]))]
 
-    confirmed = np.zeros(most)
-    for fold in range(FOLDS):
-        held = init % FOLDS == fold
-        order = chosen(~held, most)
-        confirmed += [worth(order[: size + 1])[held].sum() / len(init) for size in range(most)]
+    def orders(rows: np.ndarray) -> list[tuple[int, ...]]:
+        """The best of every size."""
+        found, order = [], ()  # type: list[tuple[int, ...]], tuple[int, ...]
+        for size in range(min(MOST, plans)):
+            for place in (size, *range(size)):
+                order = better(order, place, rows)
+            found.append(order)
+        return found
+
+    folds = [init % FOLDS == fold for fold in range(FOLDS)]
+    confirmed = np.array([[worth(order)[held].sum() for order in orders(~held)] for held in folds]).sum(0)
     best = int(confirmed.argmax())
-    return list(chosen(init >= 0, best + 1)), float(confirmed[best])
+    return orders(every)[best], float(confirmed[best] / len(init))
 
 
-def _best_set(table: Table) -> list[int]:
+def _best_set(table: Table) -> tuple[int, ...]:
     rows, plans = np.arange(len(table.told)), table.params.shape[1]
     return forward(lambda few: best_of_worth(table.take(rows, few)), plans, table.init)[0]
 
 
-def _best_bracket(table: Table, budget: float) -> tuple[list[int], float]:
+def _best_bracket(table: Table, budget: float) -> tuple[tuple[int, ...], float]:
     rows, plans = np.arange(len(table.told)), table.params.shape[1]
 
-    def tuned(first: float) -> tuple[list[int], float]:
+    def tuned(first: float) -> tuple[tuple[int, ...], float]:
         return forward(lambda few: halved_worth(table.take(rows, (*few, 0)), first, budget), plans,
                        table.init)
 
