@@ -24,7 +24,7 @@ from esper.tamiyo import Wait
 from esper.tolaria import Episodes, MorphogeneticEnv, Scenarios, Scores
 
 MOST = 4  # plans side by side
-BUDGETS = (0.0, 0.1, 0.2, 0.4, 1.0, 3.0)  # extra FLOPs that halving is tuned for
+BUDGETS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 3.0)  # extra FLOPs that halving is tuned for
 RUNGS = (0.25, 0.5)  # shares of the horizon at which halving may look first
 START, FOLDS = 1 << 20, 2  # the first init: none that a search saw
 
