@@ -97,9 +97,9 @@ def test_the_planted_policy_is_optimal_and_sees_only_what_all_policies_see(arms:
 def test_a_planted_policy_passes(tuned: Tuned, tmp_path: Path) -> None:
     store = Store(tmp_path / "proof.db")
     proof = put("gardener", Gardener(Orchard(FAMILY, 1)), tuned, store, ProofConfig(scenarios=320, pilot=64))
-    assert (proof.verdict, proof.reason) == ("holds", "36 claims about 3 controllers")
+    assert (proof.verdict, proof.reason) == ("holds", "45 claims about 3 controllers")
     path = store.path
-    assert read(path, "SELECT count(*), count(DISTINCT controller) FROM claim") == [(4 * 16, 4)]
+    assert read(path, "SELECT count(*), count(DISTINCT controller) FROM claim") == [(4 * 19, 4)]
     arms = {row[0] for row in read(path, "SELECT DISTINCT arm FROM arm")}
     assert arms == {"learned", *BEATEN, *MATCHED, *REPORTED}
     assert read(path, "SELECT count(*) FROM arm WHERE arm = 'learned'") == [(3 * 320,)]
@@ -239,7 +239,7 @@ def test_controls_that_had_enough_episodes_are_kept(tuned: Tuned, arms: Evaluato
 
 
 def test_who_looks_at_previews_is_shown_them(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller and the heuristic; nobody else pays for them."""
+    """The controller, the heuristic and preview-greedy; nobody else pays for them."""
     shown: dict[str, set[bool]] = {}
     real = Evaluator.play
 
@@ -250,7 +250,7 @@ def test_who_looks_at_previews_is_shown_them(tuned: Tuned, monkeypatch: pytest.M
     monkeypatch.setattr(Evaluator, "play", play)
     prove(ENV, [gardener()], tuned, ProofConfig(scenarios=8, pilot=4, rehearsal=True))
     others = {name: {False} for name in ("Wait", "Random", "Triggered", "Planned", "Watching")}
-    assert shown == {"Gardener": {True}, "Heuristic": {True}, **others}
+    assert shown == {"Gardener": {True}, "Heuristic": {True}, "Greedy": {True}, **others}
 
 
 @pytest.mark.usefixtures("_once")

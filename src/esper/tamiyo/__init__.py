@@ -2,6 +2,7 @@
 
 from esper.tamiyo.controller import Controller
 from esper.tamiyo.distributions import ActionDistribution, ActionLogits, MaskedCategorical, Scored
+from esper.tamiyo.greedy import Greedy, GreedyConfig
 from esper.tamiyo.heuristic import Heuristic, HeuristicConfig
 from esper.tamiyo.masks import ActionMasks, action_masks
 from esper.tamiyo.network import FactoredRecurrentActorCritic, NetworkConfig
@@ -11,9 +12,8 @@ from esper.tamiyo.scripts import TRIGGERS, Planned, Scripted, Switched, TriggerC
 
 __all__ = [
     "EYES", "OBSERVATION", "POLICIES", "TRIGGERS", "ActionDistribution", "ActionLogits", "ActionMasks",
-    "Controller", "FactoredRecurrentActorCritic", "Heuristic", "HeuristicConfig", "Learned",
-    "MaskedCategorical",
-    "NetworkConfig", "Normaliser", "Planned", "PolicyBundle", "Random", "Scored", "Scripted", "Switched",
-    "TriggerConfig", "Triggered", "Wait", "action_masks", "entry", "named_policies", "observe",
-    "register_policy",
+    "Controller", "FactoredRecurrentActorCritic", "Greedy", "GreedyConfig", "Heuristic", "HeuristicConfig",
+    "Learned", "MaskedCategorical", "NetworkConfig", "Normaliser", "Planned", "PolicyBundle", "Random",
+    "Scored", "Scripted", "Switched", "TriggerConfig", "Triggered", "Wait", "action_masks", "entry",
+    "named_policies", "observe", "register_policy",
 ]

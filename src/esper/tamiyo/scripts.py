@@ -145,7 +145,7 @@ class Triggered:
         grows &= view.seeds.germinations.sum(1) < self.most
         blueprint = torch.tensor([[spec.blueprints.index(c.blueprint)] for c in self.configs])
         blueprint, never = blueprint.expand(rows, spec.slots), torch.zeros_like(view.done)
-        return _grow_and_keep(view, grows[:, None], blueprint, self.backwards, never)
+        return grow_and_keep(view, grows[:, None], blueprint, self.backwards, never)
 
 
 class Planned:
@@ -159,7 +159,7 @@ class Planned:
         due = (self.birth >= 0) & (view.clock[:, None] >= self.birth) & (view.seeds.germinations == 0)
         # What is due now must not wait for what may be kept.
         last = ~in_time(view, wait=int(due.sum(1).amax()))[:, view.spec.defaults[Head.TEMPO]]
-        return _grow_and_keep(view, due, self.blueprint, torch.tensor(False), last)
+        return grow_and_keep(view, due, self.blueprint, torch.tensor(False), last)
 
 
 class Switched:
@@ -176,10 +176,10 @@ class Switched:
         wrong = after & lives & ((birth < 0) | (seeds.blueprint != blueprint))
         due = (birth >= 0) & (view.clock[:, None] >= birth) & (seeds.germinations <= after.long())
         last = ~in_time(view, wait=int(due.sum(1).amax()))[:, view.spec.defaults[Head.TEMPO]]
-        return _grow_and_keep(view, due, blueprint, torch.tensor(False), last, after & ~wrong, wrong)
+        return grow_and_keep(view, due, blueprint, torch.tensor(False), last, after & ~wrong, wrong)
 
 
-def _grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor, hurry: Tensor,
+def grow_and_keep(view: View, grows: Tensor, blueprint: Tensor, backwards: Tensor, hurry: Tensor,
                    keeps: Tensor | bool = True, prunes: Tensor | bool = False) -> Tensor:
     """Actions of rows that prune where `prunes`, fossilize what they may where `keeps`, then advance, then
     germinate where `grows` ([N, S] or [N, 1]), in the first such slot or the last if `backwards`; those in a

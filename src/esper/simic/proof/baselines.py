@@ -4,7 +4,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,15 +20,21 @@ from esper.leyline.storage import decoding, read_json, write_json
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.identify import Identification, Watching, identify
 from esper.simic.proof.plans import Plan, Search, Survey, Watch, played, search
+from esper.simic.proof.portfolio import Portfolio, choose_plans, play_table
 from esper.simic.proof.sweep import conditions, observe_early
 from esper.simic.proof.value_of_information import Rule
 from esper.simic.workers import Workers, silent
-from esper.tamiyo import TRIGGERS, Planned, TriggerConfig, Triggered
-from esper.tolaria import Episodes, Family, Scenarios, utility
+from esper.tamiyo import TRIGGERS, Greedy, GreedyConfig, Planned, PolicyBundle, TriggerConfig, Triggered
+from esper.tamiyo.greedy import FLOORS, LOOKS, THRESHOLDS
+from esper.tolaria import Episodes, Family, PreviewConfig, Scenarios, utility
 
 LEVELS = ("best fixed", "best per visible condition", "oracle")  # plans, by what they know
 PLANS, IDENTIFY = "plans", "identify, then plan"
+BEST_OF, HALVING, GREEDY = "best of K", "halving over plans", "preview-greedy"
+SEARCHED = (*LEVELS, "best rule", IDENTIFY, BEST_OF, HALVING)  # that choose among plans
+LATER = ("identification", "portfolio", "greedy")  # that older files lack
 T = TypeVar("T")
+Config = TypeVar("Config", TriggerConfig, GreedyConfig)
 SHARE = 3  # one candidate in so many goes on to the next rung
 
 
@@ -47,6 +53,8 @@ class Tuned:
     choices: list[Plan] = field(default_factory=list)  # that the rule counts
     preview_steps: int = 30  # of the previews that the rule looks at
     identification: Identification | None = None
+    portfolio: Portfolio | None = None  # plans that are trained side by side
+    greedy: GreedyConfig | None = None
 
     def save(self, path: Path) -> None:
         write_json(path, "set of controls", to_dict(self))
@@ -57,8 +65,7 @@ class Tuned:
             content = read_json(path, "set of controls")
             with decoding(path, "set of controls"):
                 plain = {name: value for name, value in content.items() if name not in ("kind", "schema")}
-                plain.setdefault("identification", None)  # controls that were tuned before there was one
-                return from_dict(cls, plain, str(path))
+                return from_dict(cls, dict.fromkeys(LATER) | plain, str(path))
         except EsperError as error:
             raise EsperError(f"cannot read tuned controls: {error}; remove the file to tune again") from error
 
@@ -95,24 +102,31 @@ def halving(count: int, episodes: int, play: Callable[[Tensor], Tensor], first: 
 def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: int = 30, watch: Watch = silent,
          workers: Workers | None = None, known: Tuned | None = None,
          keep: Callable[[Tuned], object] = silent) -> Tuned:
-    """Every control gets at least so many episodes; those `known` that had as many are kept, triggers that
-    had fewer are tuned with the rest, plans are searched again. Each part is a call for the workers; `keep`
-    is given what is known after each."""
+    """Every control gets at least so many episodes; those `known` that had as many are kept, triggers and
+    preview-greedy are tuned with the rest if they had fewer, plans are searched again. Each part is a call
+    for the workers; `keep` is given what is known after each."""
     digest = family_digest(evaluator.family)
     tuned = known if known and known.family_digest == digest else Tuned(evaluator.family.name, digest, {})
     workers = workers or Workers()
     seen, calls = watch if workers.here else silent, dict[str, Callable[[], Any]]()
-    if min(tuned.episodes.get(name, 0) for name in (LEVELS[0], IDENTIFY)) < episodes:  # takes longest
+    if min(tuned.episodes.get(name, 0) for name in SEARCHED) < episodes:  # takes longest
         calls[PLANS] = functools.partial(_search, evaluator, episodes, rows, preview_steps, seen)
     for name in (name for name in TRIGGERS if tuned.episodes.get(name, 0) < episodes):
         best = (tuned.triggers[name], tuned.episodes[name]) if name in tuned.triggers else None
         calls[name] = functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen, best)
+    if (had := tuned.episodes.get(GREEDY, 0)) < episodes:
+        known_best = (tuned.greedy, had) if tuned.greedy else None
+        calls[GREEDY] = functools.partial(tune_greedy, [evaluator], episodes, rows, seen, known_best)
     parts = ((each.name, each.value) for each in workers.run(calls))
     for number, (name, done) in enumerate(parts, 1):
         if name == PLANS:
-            found, told = done[0]._asdict(), done[1]
+            found, told, beside = done[0]._asdict(), done[1], done[2]
             used = dict.fromkeys((*LEVELS, "best rule"), found.pop("episodes")) | {IDENTIFY: told.episodes}
-            tuned = replace(tuned, preview_steps=preview_steps, identification=told, **found)
+            used |= dict.fromkeys((BEST_OF, HALVING), beside.episodes)
+            tuned = replace(tuned, preview_steps=preview_steps, identification=told, portfolio=beside,
+                            **found)
+        elif name == GREEDY:
+            tuned, used = replace(tuned, greedy=done[0]), {name: done[1]}
         else:
             triggers = _ordered(tuned.triggers | {name: done[0]})
             tuned, used = replace(tuned, triggers=triggers), {name: done[1]}
@@ -125,16 +139,17 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
 
 def _ordered(table: dict[str, T]) -> dict[str, T]:
     """By control, whichever was tuned first: the file is then the same."""
-    return {name: table[name] for name in (*LEVELS, "best rule", IDENTIFY, *TRIGGERS) if name in table}
+    return {name: table[name] for name in (*SEARCHED, *TRIGGERS, GREEDY) if name in table}
 
 
 def _search(evaluator: Evaluator, episodes: int, rows: int, preview_steps: int,
-            watch: Watch) -> tuple[Search, Identification]:
-    """The best plans, and an identification that chooses among them."""
+            watch: Watch) -> tuple[Search, Identification, Portfolio]:
+    """The best plans, an identification that chooses among them, and which to train side by side."""
     found = search(evaluator, episodes, rows, preview_steps, watch)
     nothing = Plan((None,) * len(found.fixed.seeds))
-    plans = [nothing, found.fixed, *found.visible, *itertools.chain(*found.oracle)]
-    return found, identify(Survey(evaluator, rows, watch), episodes, found.fixed, plans, watch)
+    plans = list(dict.fromkeys([nothing, found.fixed, *found.visible, *itertools.chain(*found.oracle)]))
+    told = identify(Survey(evaluator, rows, watch), episodes, found.fixed, plans, watch)
+    return found, told, choose_plans(*play_table([evaluator], plans, episodes, rows, watch))
 
 
 def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
@@ -144,23 +159,65 @@ def trigger_candidates(family: Family, trigger: str) -> list[TriggerConfig]:
     return [TriggerConfig(trigger, *row) for row in table]
 
 
+def greedy_candidates(family: Family) -> list[GreedyConfig]:
+    counts = sorted({1, len(family.host.slots)})
+    return [GreedyConfig(threshold, floor, count, *look) for threshold, floor, count, look
+            in itertools.product(THRESHOLDS, FLOORS, counts, LOOKS)]
+
+
 def _tune_trigger(evaluator: Evaluator, name: str, episodes: int, rows: int, watch: Watch,
                   known: tuple[TriggerConfig, int] | None) -> tuple[TriggerConfig, int]:
-    """Continues on other scenarios if the best of so many earlier episodes is known."""
-    candidates, done = trigger_candidates(evaluator.family, name), 0
+    return _tune_policy([evaluator], name, trigger_candidates(evaluator.family, name), Triggered,
+                        lambda config: None, episodes, rows, watch, known)
+
+
+def tune_greedy(evaluators: Sequence[Evaluator], episodes: int, rows: int, watch: Watch,
+                known: tuple[GreedyConfig, int] | None = None) -> tuple[GreedyConfig, int]:
+    """(the best settings, episodes it took), on all evaluators together."""
+    candidates = list(dict.fromkeys(each for one in evaluators for each in greedy_candidates(one.family)))
+    return _tune_policy(evaluators, GREEDY, candidates, Greedy, _looks, episodes, rows, watch, known)
+
+
+def _tune_policy(evaluators: Sequence[Evaluator], name: str, candidates: list[Config],
+                 decides: Callable[..., PolicyBundle], looks: Callable[[Config], PreviewConfig | None],
+                 episodes: int, rows: int, watch: Watch,
+                 known: tuple[Config, int] | None) -> tuple[Config, int]:
+    """Scenarios are dealt to the evaluators in turn; candidates that look alike are played together.
+    Continues on other scenarios if the best of so many earlier episodes is known."""
+    done, dealt = 0, len(evaluators)
     place, before = (candidates.index(known[0]), known[1]) if known and known[0] in candidates else (None, 0)
+    kinds = list(dict.fromkeys(map(looks, candidates)))
+    kind = torch.tensor([kinds.index(looks(candidate)) for candidate in candidates])
+    seeing = [(which, number, looking(evaluator, look)) for which, look in enumerate(kinds)
+              for number, evaluator in enumerate(evaluators)]
+
+    def told(count: int) -> object:
+        return watch(name, before + done + count, episodes)
 
     def play(jobs: Tensor) -> Tensor:
         nonlocal done
-        drawn, earlier = evaluator.family.scenarios(int(jobs[:, 1].max()) + 1), before + done
-        ends = evaluator.play_jobs(jobs, drawn, rows, lambda count: watch(name, earlier + count, episodes),
-                                   lambda numbers: Triggered(*(candidates[number] for number in numbers)))
-        done += len(jobs)
-        (score, params, spent), mine = ends.unbind(1), drawn.take(jobs[:, 1])
-        return utility(score, params, spent, mine.price, mine.flop_price)
+        worth = torch.empty(len(jobs))
+        for which, number, evaluator in seeing:
+            mine = ((kind[jobs[:, 0]] == which) & (jobs[:, 1] % dealt == number)).nonzero().flatten()
+            if not len(mine):
+                continue
+            some = torch.stack([jobs[mine, 0], jobs[mine, 1] // dealt], 1)
+            drawn = evaluator.family.scenarios(int(some[:, 1].max()) + 1)
+            looks_on = evaluator.config.previews is not None  # at as few hosts as there are: each is dear
+            ends = evaluator.play_jobs(some, drawn, min(rows, len(some)) if looks_on else rows, told,
+                                       lambda numbers: decides(*(candidates[number] for number in numbers)),
+                                       looks_on)
+            (score, params, spent), drawn = ends.unbind(1), drawn.take(some[:, 1])
+            worth[mine], done = utility(score, params, spent, drawn.price, drawn.flop_price), done + len(mine)
+        return worth
 
     best, used = halving(len(candidates), episodes - before, play, before, place)
     return candidates[best], before + used
+
+
+def looking(evaluator: Evaluator, previews: PreviewConfig | None) -> Evaluator:
+    """The same, with other previews."""
+    return Evaluator(replace(evaluator.config, previews=previews), evaluator.held, evaluator.make)
 
 
 def schedule(tuned: Tuned, level: str, family: Family, scenarios: Scenarios) -> list[Plan]:
@@ -191,6 +248,18 @@ def play_identified(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) ->
     if found is None:
         raise EsperError("these controls have no identification; tune them again")
     return evaluator.play(Watching(found.first, found.watched, found=found), scenarios)
+
+
+def _looks(config: GreedyConfig) -> PreviewConfig:
+    return PreviewConfig(config.every, config.steps)
+
+
+def play_greedy(evaluator: Evaluator, tuned: Tuned, scenarios: Scenarios) -> Episodes:
+    """It looks at previews of its own, and pays for them."""
+    if tuned.greedy is None:
+        raise EsperError("these controls have no preview-greedy; tune them again")
+    seeing = looking(evaluator, _looks(tuned.greedy))
+    return seeing.play(Greedy(tuned.greedy), scenarios, previews=True)
 
 
 def shuffled(learned: Episodes, family: Family, scenarios: Scenarios, settled: int, seed: int = 0) -> Planned:

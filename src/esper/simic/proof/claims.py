@@ -17,9 +17,9 @@ RESAMPLES = 10_000
 FEWEST = 32  # scenarios; below, an interval means little
 CONTROLLERS = 3  # trained independently, that a finding needs
 BEATEN = ("no growth", "random", "periodic", "converged", "gap", "heuristic", "best fixed",
-          "best per visible condition", "shuffled")
+          "best per visible condition", "shuffled", "halving over plans", "preview-greedy")
 """Controls that a controller must beat, each with its whole interval above zero."""
-MATCHED = {"best rule": 0.01, "identify, then plan": 0.003}
+MATCHED = {"best rule": 0.01, "identify, then plan": 0.003, "best of K": 0.003}
 """Controls that it must at least match -> by how much of the score it may stay behind."""
 BETWEEN = ("best per visible condition", "oracle")  # it must be half of the way from the first to the second
 REPORTED = ("from scratch, equal epochs", "from scratch, equal FLOPs", "wider host", "oracle")

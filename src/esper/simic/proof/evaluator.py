@@ -17,6 +17,10 @@ WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Shares by which a static host may be wider; the smallest that has the parameters asked for is taken."""
 
 
+def _ends(env: MorphogeneticEnv, done: Episodes) -> Tensor:
+    return torch.stack([done.delivered.score, done.params.float(), done.spent], 1)
+
+
 class Evaluator:
     """Plays n scenarios at a time, scored on the validation slice or on samples that were held out."""
 
@@ -49,17 +53,20 @@ class Evaluator:
         return self._finish(self.environment(len(scenarios), previews), policy, scenarios)
 
     def play_jobs(self, jobs: Tensor, scenarios: Scenarios, rows: int, watch: Callable[[int], object],
-                  policy: Callable[[list[int]], PolicyBundle]) -> Tensor:
-        """[J, 3] score, parameters and extra compute of jobs [J, 2]: who decides, scenario. `policy` is asked
-        for one that decides for these in its rows; `watch` is told how many are done."""
-        ends, finished = torch.empty(len(jobs), 3), 0
+                  policy: Callable[[list[int]], PolicyBundle], previews: bool = False,
+                  read: Callable[[MorphogeneticEnv, Episodes], Tensor] = _ends) -> Tensor:
+        """[J, ...] of jobs [J, 2] (who decides, scenario) what `read` [rows, ...] finds in an environment and
+        its episodes: score, parameters and extra compute. `policy` is asked for one that decides for these in
+        its rows; `watch` is told how many are done."""
+        parts, ends, finished = [], [], 0
         for part, padded in batches(scenarios.horizon[jobs[:, 1]], rows):
             who, scenario = jobs[padded].unbind(1)
-            done = self.play(policy(who.tolist()), scenarios.take(scenario))
-            ends[part] = torch.stack([done.delivered.score, done.params.float(), done.spent], 1)[: len(part)]
+            done = self.play(policy(who.tolist()), scenarios.take(scenario), previews)
+            ends.append(read(self.environment(rows, previews), done)[: len(part)])
+            parts.append(part)
             finished += len(part)
             watch(finished)
-        return ends
+        return torch.cat(ends)[torch.cat(parts).argsort()]
 
     def from_scratch(self, blueprint: Tensor, scenarios: Scenarios, epochs: Tensor | None = None) -> Episodes:
         """Topologies [n, S], untrained, for the episode's epochs and schedule or as long as told [n]."""

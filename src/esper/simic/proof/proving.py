@@ -14,6 +14,7 @@ from esper.simic.proof import baselines, claims as court
 from esper.simic.proof.baselines import LEVELS, Tuned, play_plans
 from esper.simic.proof.claims import BEATEN, MEANS, Arm, Arms, Claim, interval, judge, pooled
 from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.portfolio import play_best_of, play_halving
 from esper.simic.workers import Workers, silent
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
 from esper.tolaria import Decision, EnvConfig, Episodes, MakeEnv, MorphogeneticEnv, Scenarios, openings
@@ -123,7 +124,7 @@ class EvaluationSet:
     def play(self, mind: Contestant | None, watch: Callable[[str], object]) -> Played:
         """A controller's own arms, or those that all of them share."""
         evaluator, played = Evaluator(self.env, self.held, self.make), {}
-        episodes = self.tuned.episodes if mind is None else {"learned": mind.episodes}
+        episodes = self.tuned.episodes | ({} if mind is None else {"learned": mind.episodes})
         arms = self._shared(evaluator) if mind is None else self._own(evaluator, mind)
         for name, arm in arms.items():
             watch(name if mind is None else f"{name} ({mind.name})")
@@ -137,7 +138,9 @@ class EvaluationSet:
             "random": lambda: evaluator.play(Random(), drawn),
             "heuristic": lambda: evaluator.play(Heuristic(), drawn, previews=True),
             "best rule": lambda: baselines.play_rule(evaluator, tuned, drawn),
-            baselines.IDENTIFY: lambda: baselines.play_identified(evaluator, tuned, drawn)}
+            baselines.IDENTIFY: lambda: baselines.play_identified(evaluator, tuned, drawn),
+            baselines.BEST_OF: lambda: play_best_of(evaluator, tuned.portfolio, drawn),
+            baselines.GREEDY: lambda: baselines.play_greedy(evaluator, tuned, drawn)}
         for name, config in tuned.triggers.items():
             plays[name] = functools.partial(evaluator.play, Triggered(config), drawn)
         for name in LEVELS:
@@ -152,6 +155,8 @@ class EvaluationSet:
             "learned": learned,
             "shuffled": lambda: evaluator.play(baselines.shuffled(
                 learned(), evaluator.family, drawn, evaluator.min_epochs_to_keep), drawn),
+            baselines.HALVING: lambda: play_halving(
+                evaluator, self.tuned.portfolio, learned().spent, drawn),
             "from scratch, equal epochs": lambda: evaluator.from_scratch(learned().blueprint, drawn),
             "from scratch, equal FLOPs": lambda: evaluator.equal_flops(learned(), drawn),
             "wider host": lambda: evaluator.wider(learned().params, drawn)}
