@@ -18,7 +18,7 @@ from esper.leyline.codec import to_dict
 from esper.simic.proof.baselines import tune
 from esper.simic.proof.claims import Arm, interval
 from esper.simic.proof.evaluator import Evaluator
-from esper.simic.proof.proving import SPARE, Contestant, EvaluationSet, ProofResults
+from esper.simic.proof.proving import SPARE, Contestant, EvaluationSet, Part, ProofResults
 from esper.simic.workers import Workers
 from esper.tamiyo import Learned, PolicyBundle
 from esper.tamiyo.minds import read_mind
@@ -61,7 +61,7 @@ def main() -> None:
     drawn = env.family.scenarios(chosen.scenarios, "validation", chosen.start)
     court = EvaluationSet(env, None, tuned, drawn, MorphogeneticEnv)
     played = court.play_all([Contestant(MIND, decides, member.about["episodes"])], Workers(), say)
-    arms = ProofResults(drawn, played).arms[MIND]
+    arms = ProofResults([Part(drawn, played)]).arms[MIND]
     result: dict[str, Any] = {"family": chosen.family, "flop prices": chosen.flop_prices, "scenarios": chosen.scenarios,
                               "seconds": round(time.monotonic() - began), "episodes": tuned.episodes}
     result["above no growth"] = {name: compared(arm, arms["no growth"]) | {"flops": float(arm.flops.mean()), "params": float(arm.params.mean())}

@@ -8,14 +8,14 @@ are chosen on other data sets than they are scored on (on other runs of the same
 bootstrap over sources, then runs.
 """
 
-import time
+import functools
 from pathlib import Path
 
 import torch
 
-from esper.simic.proof.evaluator import Evaluator
-from esper.simic.proof.surveyed import PlanTable, identify, levels, plans_for, price_pairs, survey
-from esper.simic.proof.universal import interval, load_table, save_table, source_numbers
+from esper.simic.proof.claims import interval
+from esper.simic.proof.surveyed import PlanTable, identify, levels, price_pairs
+from esper.simic.proof.universal import load_table, save_table, survey_all
 from esper.tolaria import EnvConfig, find_universe
 from experiments.shared import parser, write
 
@@ -25,19 +25,9 @@ FOLDER = Path(__file__).parent / "universe"
 def table_of(kind: str, count: int, path: Path) -> tuple[PlanTable, list[tuple[float, float]]]:
     universe = find_universe(FOLDER / "small.toml")
     families = [family for family in universe.training if family.host.kind == kind]
-    prices = price_pairs(families[0])
-    if path.exists():
-        return load_table(path), prices
-    numbers, began, parts = source_numbers(families), time.perf_counter(), []
-    for family, number in zip(families, numbers, strict=True):
-        evaluator = Evaluator(EnvConfig(family))
-        plans = plans_for(evaluator.config.spec)
-        rows = -(-len(plans) * count // 2)  # two batches: short episodes, then long ones
-        parts.append(survey(evaluator, plans, family.scenarios(count), number, rows))
-        print(f"{len(parts)} of {len(families)}: {family.name}, {time.perf_counter() - began:.0f} s", flush=True)
-    table = PlanTable.joined(parts)
-    save_table(path, table)
-    return table, prices
+    if not path.exists():
+        save_table(path, survey_all(EnvConfig, families, count, watch=functools.partial(print, flush=True)))
+    return load_table(path), price_pairs(families[0])
 
 
 def main() -> None:
@@ -53,7 +43,7 @@ def main() -> None:
         found = {}
         for name, gains in levels(table, prices).items():
             each = gains.reshape(len(prices), -1).mean(0)  # prices share their runs
-            low, high = interval(each, table.group)
+            low, high = interval(each, group=table.group)
             found[name] = {"points": 100 * float(each.mean()), "low": 100 * low, "high": 100 * high}
             print(f"{kind}: {name}: {100 * each.mean():+.2f} ({100 * low:+.2f} to {100 * high:+.2f})", flush=True)
         print(f"{kind}: chosen by a regression, other data sets held out: {said[0]}")

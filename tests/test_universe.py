@@ -15,6 +15,7 @@ from esper.leyline.views import About
 from esper.nissa import Store, read
 from esper.simic import PPOConfig
 from esper.simic.cloning import clone, demonstrate
+from esper.simic.proof.claims import interval
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan, played
 from esper.simic.proof.surveyed import (
@@ -27,7 +28,7 @@ from esper.simic.proof.surveyed import (
     price_pairs,
     survey,
 )
-from esper.simic.proof.universal import interval, load_table, save_table, source_numbers
+from esper.simic.proof.universal import load_table, save_table, source_numbers
 from esper.simic.shards import make_world
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.simic.workers import Processes
@@ -276,10 +277,10 @@ def test_intervals_are_over_data_sets_first() -> None:
     rng = np.random.default_rng(1)
     group = np.repeat(np.arange(6), 50)
     effect = np.repeat(rng.normal(size=6), 50)
-    low, high = interval(effect + 0.01 * rng.normal(size=300), group)
+    low, high = interval(effect + 0.01 * rng.normal(size=300), group=group)
     assert high - low > 0.5, "six data sets that differ say little, however many scenarios each has"
     alone = np.arange(300)
-    plain = interval(effect, alone)
+    plain = interval(effect, group=alone)
     assert plain[1] - plain[0] < 0.5 * (high - low)
     assert low < effect.mean() < high
 

@@ -20,7 +20,7 @@ from esper.simic.proof.baselines import play_plans
 from esper.simic.proof.claims import Arms, interval
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan
-from esper.simic.proof.proving import SHARED, SPARE, Played, ProofResults
+from esper.simic.proof.proving import SHARED, SPARE, Part, Played, ProofResults
 from esper.simic.training import CHECKPOINT, PREVIOUS, TWINS
 from esper.tamiyo import Controller, Heuristic, Learned, PolicyBundle, Random, Wait
 from esper.tamiyo.minds import Member, read_mind
@@ -85,7 +85,8 @@ def _played(family: Family, folder: Path, member: Member, count: int) -> ProofRe
     shared["best fixed"] = play_plans(evaluator, plans, drawn), told["episodes"]
     ours = evaluator.play(mine, drawn), cost_of(folder / STORE)["episodes"]
     theirs = evaluator.play(Learned(known, greedy=True), drawn), member.about["episodes"]
-    return ProofResults(drawn, {SHARED: shared, MINE: {"learned": ours}, MIND: {"learned": theirs}})
+    played = {SHARED: shared, MINE: {"learned": ours}, MIND: {"learned": theirs}}
+    return ProofResults([Part(drawn, played)])
 
 
 def _table(arms: dict[str, Arms]) -> Table:

@@ -29,10 +29,20 @@ from esper.simic.proof.baselines import Tuned, tune
 from esper.simic.proof.claims import CONTROLLERS
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.proving import POOLED, SHARED, Contestant, Proof, ProofConfig, prove
+from esper.simic.proof.surveyed import PlanTable, plans_for
+from esper.simic.proof.universal import (
+    Controls,
+    Universal,
+    load_table,
+    prove_universe,
+    save_table,
+    survey_all,
+    tune_kind,
+)
 from esper.simic.workers import Workers
 from esper.tamiyo import POLICIES, Controller, Learned, PolicyBundle, named_policies
 from esper.tamiyo.minds import Member, read_mind, shipped
-from esper.tolaria import EnvConfig, PreviewConfig, find_family
+from esper.tolaria import EnvConfig, Family, PreviewConfig, Universe, find_family
 from esper.tolaria.tasks import task_digest
 
 
@@ -59,6 +69,7 @@ class Candidate(Contestant):
     digest: str = ""
     seed: str = ""  # what its training drew its randomness from
     cost: Mapping[str, Any] = field(default_factory=dict)  # by column of the table `round`
+    universe: Universe | None = None  # that it was trained on
 
 
 def load_candidates(name: str, device: str) -> list[Candidate]:
@@ -82,7 +93,7 @@ def load_candidates(name: str, device: str) -> list[Candidate]:
         raise EsperError(f"{folder / STORE} tells of {cost['round']} of {config.rounds} rounds and "
                          f"of {cost['episodes'] or 0} episodes; put back the whole one")
     return [Candidate(called, functools.partial(_decides, controller, device), cost["episodes"], config.env,
-                      folder, digest, f"{config.env.family.name} {config.seed}", cost)]
+                      folder, digest, f"{config.env.family.name} {config.seed}", cost, config.universe)]
 
 
 def _member(mind: str, member: Member, device: str) -> Candidate:
@@ -118,7 +129,8 @@ def resolve_env(candidates: Sequence[Candidate], family: str, device: str) -> En
     if len(families) != 1:
         raise EsperError("--minds must be of one family; "
                          f"found {', '.join(sorted(families)) or 'no family, so name one with --family'}")
-    if len(envs) > 1:
+    universes = [c.universe for c in candidates if c.env is not None]
+    if len(envs) > 1 or any(each != universes[0] for each in universes):
         raise EsperError("--minds must have been trained in equal environments; "
                          "their families, previews or action spaces differ")
     base = next(iter(envs.values())) if envs else EnvConfig(find_family(family), previews=PreviewConfig())
@@ -138,6 +150,7 @@ def run(options: Prove, console: Console) -> int:
         raise EsperError(f"{len(candidates)} controllers are no finding, which needs {CONTROLLERS}; the test "
                          "split stays closed. Add --rehearsal to compare on validation scenarios")
     env = resolve_env(candidates, options.family, options.device)
+    universe = next((c.universe for c in candidates if c.env is not None), None)
     for one in candidates:
         one.make(env.spec)  # who cannot act there is refused before anything is tuned
     make_folder(options.out)
@@ -147,12 +160,16 @@ def run(options: Prove, console: Console) -> int:
         with (contextlib.closing(Store(path)) as store,  # early: a folder that cannot be written is found now
               open_workers(options, options.threads) as workers):
             if not options.rehearsal:
-                _declare(options, env, candidates)
+                _declare(options, env, universe, candidates)
             say, most = _speaker(console), max(options.episodes, *(c.episodes for c in candidates), 1)
-            tuned = _tuned(options, env, most, say, workers)
-            proof = prove(env, candidates, tuned, config, store, say, workers)
+            if universe is None:
+                tuned = _tuned(options, env, most, say, workers)
+                proof = prove(env, candidates, tuned, config, store, say, workers)
+            else:
+                court = _universal(options, universe, env, most, say)
+                proof = prove_universe(court, candidates, config, store, say, workers)
     console.print(_table(proof))
-    facts = _facts(options, env.family.name, proof)
+    facts = _facts(options, env.family.name if universe is None else universe.name, proof)
     console.print(f"{facts['verdict']}: {facts['reason']}")
     write_report(path, {c.name: c.folder / STORE for c in candidates if c.folder}, facts, page)
     result = facts | {"controllers": {c.name: _about(c) for c in candidates},
@@ -162,12 +179,16 @@ def run(options: Prove, console: Console) -> int:
     return 0 if options.rehearsal or proof.verdict == "holds" else 1
 
 
-def _declare(options: Prove, env: EnvConfig, candidates: Sequence[Candidate]) -> None:
+def _declare(options: Prove, env: EnvConfig, universe: Universe | None,
+             candidates: Sequence[Candidate]) -> None:
     """What will be asked, written down before anything is played; it cannot be changed afterwards."""
     path = options.out / "declaration.json"
     asked = {"family": to_dict(env.family), "controllers": {c.name: c.digest for c in candidates},
              **{name: getattr(options, name) for name in ("effect", "scenarios", "pilot")}}
-    if digest := task_digest(env.family.task):
+    if universe is not None:
+        asked["universe"] = to_dict(universe)
+        asked["task"] = {family.task: task_digest(family.task) for family in universe.test}
+    elif digest := task_digest(env.family.task):
         asked["task"] = digest
     if path.exists():
         said = read_json(path, "declaration")
@@ -211,6 +232,32 @@ def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], o
     return tune(Evaluator(replace(env, previews=None)), episodes, options.rows, workers=workers,
                 known=Tuned.load(path) if path.exists() else None, keep=lambda tuned: tuned.save(path),
                 watch=lambda what, done, total: say(f"tuning {what}: {done:,} of {total:,} episodes"))
+
+
+def _universal(options: Prove, universe: Universe, env: EnvConfig, episodes: int,
+               say: Callable[[str], object]) -> Universal:
+    """Plans and controls of every kind of host that were tuned in this folder before, or are now. Each kind
+    has its share of the episodes: as often as training meets it."""
+    def env_of(family: Family) -> EnvConfig:
+        return replace(env, family=family, spec=None)  # type: ignore[arg-type]
+
+    def told(what: str, done: int, total: int) -> object:
+        return say(f"tuning {what}: {done:,} of {total:,} episodes")
+
+    path, tables = options.out / "controls.json", dict[str, PlanTable]()
+    controls = Controls.load(path) if path.exists() else Controls(universe.name)
+    for kind, share in universe.kinds.items():
+        mine = [family for family in universe.training if family.host.kind == kind]
+        kept, asked = options.out / f"plans-{kind}.safetensors", math.ceil(share * episodes)
+        if not kept.exists():
+            plans = len(plans_for(env_of(mine[0]).spec))
+            save_table(kept, survey_all(env_of, mine, -(-asked // (plans * len(mine))), watch=say))
+        tables[kind] = load_table(kept)
+        if kind not in controls.kinds:
+            found = tune_kind(env_of, mine, tables[kind], asked, watch=told)
+            controls = replace(controls, kinds=controls.kinds | {kind: found})
+            controls.save(path)
+    return Universal(universe, env_of, controls, tables)
 
 
 def _facts(options: Prove, family: str, proof: Proof) -> dict[str, Any]:

@@ -59,6 +59,14 @@ class Universe:
             yield (f"has {len(self.weights)} weights for {len(self.training)} training families, "
                    "or none above 0")
 
+    @property
+    def kinds(self) -> dict[str, float]:
+        """kind of host -> the share of training that meets it."""
+        odds, found = self.weights or (1.0,) * len(self.training), dict[str, float]()
+        for family, weight in zip(self.training, odds, strict=True):
+            found[family.host.kind] = found.get(family.host.kind, 0.0) + weight / sum(odds)
+        return found
+
     def pick(self, number: int, count: int) -> list[Family]:
         """The training families of so many shards of a round; they depend on its number alone."""
         odds = torch.tensor(self.weights or (1.0,) * len(self.training), dtype=torch.float64)

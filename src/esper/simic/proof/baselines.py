@@ -113,7 +113,7 @@ def tune(evaluator: Evaluator, episodes: int, rows: int = 512, preview_steps: in
         calls[PLANS] = functools.partial(_search, evaluator, episodes, rows, preview_steps, seen)
     for name in (name for name in TRIGGERS if tuned.episodes.get(name, 0) < episodes):
         best = (tuned.triggers[name], tuned.episodes[name]) if name in tuned.triggers else None
-        calls[name] = functools.partial(_tune_trigger, evaluator, name, episodes, rows, seen, best)
+        calls[name] = functools.partial(tune_trigger, [evaluator], name, episodes, rows, seen, best)
     if (had := tuned.episodes.get(GREEDY, 0)) < episodes:
         known_best = (tuned.greedy, had) if tuned.greedy else None
         calls[GREEDY] = functools.partial(tune_greedy, [evaluator], episodes, rows, seen, known_best)
@@ -165,9 +165,10 @@ def greedy_candidates(family: Family) -> list[GreedyConfig]:
             in itertools.product(THRESHOLDS, FLOORS, counts, LOOKS)]
 
 
-def _tune_trigger(evaluator: Evaluator, name: str, episodes: int, rows: int, watch: Watch,
-                  known: tuple[TriggerConfig, int] | None) -> tuple[TriggerConfig, int]:
-    return _tune_policy([evaluator], name, trigger_candidates(evaluator.family, name), Triggered,
+def tune_trigger(evaluators: Sequence[Evaluator], name: str, episodes: int, rows: int, watch: Watch,
+                 known: tuple[TriggerConfig, int] | None = None) -> tuple[TriggerConfig, int]:
+    """(the best settings, episodes it took), on all evaluators together; their hosts are of one kind."""
+    return _tune_policy(evaluators, name, trigger_candidates(evaluators[0].family, name), Triggered,
                         lambda config: None, episodes, rows, watch, known)
 
 

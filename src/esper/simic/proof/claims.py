@@ -5,8 +5,8 @@ difference of 0.01 is one point. A claim holds, fails, or is refused because evi
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,31 @@ REPORTED = ("from scratch, equal epochs", "from scratch, equal FLOPs", "wider ho
 MEANS = ("utility", "score", "params", "flops")
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What is asked of a controller."""
+
+    beaten: tuple[str, ...] = BEATEN
+    matched: Mapping[str, float] = field(default_factory=lambda: MATCHED)
+    between: tuple[str, str] = BETWEEN
+    reported: tuple[str, ...] = REPORTED
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """(control, what is asked)."""
+        yield from ((control, "beats") for control in self.beaten)
+        yield from ((control, "matches") for control in self.matched)
+        yield " and ".join(self.between), "half"
+        yield from ((control, "reported") for control in self.reported)
+
+
+ONE_FAMILY = Rules()
+UNIVERSE = Rules(
+    beaten=(*(name for name in BEATEN if name != "best per visible condition"), "best of K"),
+    matched={"best per visible condition": 0.003, "identify, then plan": 0.003},
+    between=("best fixed", "oracle"))
+"""On data sets that nobody was tuned on; the oracle is the best plan tuned on each of them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Arm:
     """What one way of deciding delivered on n scenarios, [n] each."""
@@ -38,6 +63,7 @@ class Arm:
     flops: np.ndarray  # of the episode, previews and pruned seeds included, in trainings of the bare host
     episodes: int = 0  # that it was tuned or trained with
     tuned: bool = False  # by episodes, so that it must have had as many as the controller
+    group: np.ndarray | None = None  # sources of data, over which claims generalise; None: there is one
 
 
 Arms = Mapping[str, Arm]
@@ -60,13 +86,30 @@ class Claim:
     reason: str = ""
 
 
-def interval(values: np.ndarray, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of values [n]."""
+def interval(values: np.ndarray, seed: int = 0, resamples: int = RESAMPLES,
+             group: np.ndarray | None = None) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of values [n]; of several groups [n], groups are drawn first,
+    then values of each."""
     rng, n = np.random.default_rng(seed), len(values)
+    if group is not None:
+        return _quantiles(_grouped(rng, [values[group == each] for each in np.unique(group)], resamples))
     parts = np.array_split(np.arange(resamples), max(1, resamples * n // 4_000_000))
     means = [values[rng.integers(n, size=(len(part), n))].mean(1) for part in parts]
-    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return _quantiles(np.concatenate(means))
+
+
+def _quantiles(means: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
+
+
+def _grouped(rng: np.random.Generator, members: Sequence[np.ndarray], resamples: int) -> np.ndarray:
+    """[resamples]: means of groups that are drawn, each of values that are drawn from it."""
+    sizes = np.array([len(each) for each in members])
+    sums = np.stack([each[rng.integers(size, size=(resamples, size))].sum(1)
+                     for each, size in zip(members, sizes, strict=True)], 1)
+    drawn = rng.integers(len(members), size=(resamples, len(members)))
+    return np.asarray(np.take_along_axis(sums, drawn, 1).sum(1) / sizes[drawn].sum(1))
 
 
 def interquartile_mean(values: np.ndarray) -> float:
@@ -85,22 +128,22 @@ def needed(spread: float, effect: float) -> int:
     return math.ceil(((1.959964 + 0.841621) * spread / effect) ** 2)
 
 
-def judge(controllers: Mapping[str, Arms], pilot: Mapping[str, Arms], effect: float = 0.02) -> list[Claim]:
+def judge(controllers: Mapping[str, Arms], pilot: Mapping[str, Arms], effect: float = 0.02,
+          rules: Rules = ONE_FAMILY) -> list[Claim]:
     """`controllers`: for each, its own arm ("learned") and those of its controls. `pilot`: the same on other
     scenarios and another split, from which the number of scenarios that is needed is estimated."""
-    asked = [(control, "beats") for control in BEATEN] + [(control, "matches") for control in MATCHED]
-    asked += [(" and ".join(BETWEEN), "half")] + [(control, "reported") for control in REPORTED]
     claims = []
     for name, arms in controllers.items():
         if "learned" not in arms:
             raise EsperError(f"controller {name!r} was never played")
-        claims += [_judged(name, control, what, arms, pilot.get(name, {}), effect) for control, what in asked]
+        claims += [_judged(name, control, what, arms, pilot.get(name, {}), effect, rules)
+                   for control, what in rules]
     return claims
 
 
-def _paired(arms: Arms, control: str, asked: str) -> np.ndarray | str:
+def _paired(arms: Arms, control: str, asked: str, rules: Rules) -> np.ndarray | str:
     """Differences [n] that a claim is about, or why there are none."""
-    names: tuple[str, ...] = BETWEEN if asked == "half" else (control,)
+    names: tuple[str, ...] = rules.between if asked == "half" else (control,)
     if missing := [name for name in names if name not in arms]:
         return f"{' and '.join(missing)} was never played"
     learned, others = arms["learned"], [arms[name] for name in names]
@@ -113,24 +156,25 @@ def _paired(arms: Arms, control: str, asked: str) -> np.ndarray | str:
     return np.asarray(learned.utility - sum(other.utility for other in others) / len(others))
 
 
-def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect: float) -> Claim:
-    differences = _paired(arms, control, asked)
+def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect: float,
+            rules: Rules) -> Claim:
+    differences = _paired(arms, control, asked, rules)
     if isinstance(differences, str):
         unknown = math.nan
         return Claim(name, control, asked, 0, unknown, unknown, unknown, unknown, 0, "refused", differences)
-    n = len(differences)
-    spare = _paired(pilot, control, asked) if "learned" in pilot else "no pilot was played"
+    n, group = len(differences), arms["learned"].group
+    spare = _paired(pilot, control, asked, rules) if "learned" in pilot else "no pilot was played"
     required = 0 if isinstance(spare, str) else max(FEWEST, needed(float(spare.std(ddof=1)), effect))
-    low, high = interval(differences)
+    low, high = interval(differences, group=group)
     figures = (n, float(differences.mean()), low, high, improvement(differences, np.zeros(n)), required)
-    margin = MATCHED.get(control, 0.0)
+    margin = rules.matched.get(control, 0.0)
     passed, lost = {"beats": (low > 0, high <= 0), "matches": (low > -margin, high <= -margin),
                     "half": (low >= 0, high < 0), "reported": (True, False)}[asked]
     verdict, reason = "refused", ""
     if asked == "reported":
         verdict = "reported"
-    elif asked == "half" and interval(arms[BETWEEN[1]].utility - arms[BETWEEN[0]].utility)[0] <= 0:
-        reason = f"{BETWEEN[1]} is not above {BETWEEN[0]}: there is no way to go"
+    elif asked == "half" and interval(_way(arms, rules), group=group)[0] <= 0:
+        reason = f"{rules.between[1]} is not above {rules.between[0]}: there is no way to go"
     elif lost:  # no further scenario would help
         verdict = "fails"
     elif isinstance(spare, str):
@@ -140,6 +184,12 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
     else:
         verdict = "holds" if passed else "fails"
     return Claim(name, control, asked, *figures, verdict, reason)
+
+
+def _way(arms: Arms, rules: Rules) -> np.ndarray:
+    """[n]: from the lower to the upper end of what is halved."""
+    low, high = (arms[name].utility for name in rules.between)
+    return np.asarray(high - low)
 
 
 def finding(claims: Sequence[Claim]) -> tuple[str, str]:

@@ -4,6 +4,7 @@ import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
                          f"not for {family.name!r} as it is; tune them again")
     pilot = EvaluationSet(env, None, tuned, family.scenarios(config.pilot, "validation", PILOT), make)
     played = pilot.play_all(contestants, workers, lambda what: watch(f"pilot: {what}"))
-    before = ProofResults(pilot.scenarios, played).arms
+    before = ProofResults([Part(pilot.scenarios, played)]).arms
     if config.rehearsal:
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "validation", REHEARSAL))
     else:
@@ -80,7 +81,7 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
         held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios "
                                                f"from {first} on, effect {config.effect:g}"))
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "test", first), held=held)
-    results = ProofResults(chosen.scenarios, chosen.play_all(contestants, workers, watch))
+    results = ProofResults([Part(chosen.scenarios, chosen.play_all(contestants, workers, watch))])
     results.record(sink)
     claims = judge(results.arms, before, config.effect)
     verdict = court.finding(claims)
@@ -167,30 +168,52 @@ def _figures(done: Episodes) -> dict[str, Tensor]:
     return dict(zip(MEANS, (done.utility(), done.delivered.score, done.params, 1 + done.spent), strict=True))
 
 
-class ProofResults:
-    """What was played on one set of scenarios, by whom; `SHARED` is everybody."""
+class Part(NamedTuple):
+    """What was played on one family's scenarios, by whom; `SHARED` is everybody."""
 
-    def __init__(self, scenarios: Scenarios, played: Mapping[str, Played]) -> None:
-        self.scenarios, self.played = scenarios, played
-        known = {who: {name: self._arm(name, *each) for name, each in part.items()}
-                 for who, part in self.played.items()}
+    scenarios: Scenarios
+    played: Mapping[str, Played]
+    name: str = ""  # of the family, where there are several
+    source: int | None = None  # of its data, by number
+
+
+class ProofResults:
+    """What was played on all scenarios, family by family."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        known = {who: {name: self._arm(who, name) for name in played}
+                 for who, played in parts[0].played.items()}
         shared = known.pop(SHARED)
         self.arms: dict[str, Arms] = {who: shared | own for who, own in known.items()}
 
-    def _arm(self, name: str, done: Episodes, episodes: int | None) -> Arm:
-        numbers = {name: value.double().numpy() for name, value in _figures(done).items()}
-        return Arm(self.scenarios.key.numpy(), **numbers, episodes=episodes or 0,
+    def _arm(self, who: str, name: str) -> Arm:
+        done = [part.played[who][name] for part in self.parts]
+        figures = [_figures(each) for each, _ in done]
+        numbers = {each: torch.cat([one[each] for one in figures]).double().numpy() for each in MEANS}
+        keys = torch.cat([part.scenarios.key for part in self.parts]).numpy()
+        sources = [torch.full((len(part.scenarios),), part.source) for part in self.parts
+                   if part.source is not None]
+        episodes, group = done[0][1], torch.cat(sources).numpy() if sources else None
+        return Arm(keys, **numbers, episodes=episodes or 0, group=group,
                    tuned=episodes is not None and name != "learned")
 
     def record(self, sink: Sink) -> None:
         """Every arm, scenario by scenario."""
-        drawn = self.scenarios
-        about = {"scenario": torch.arange(len(drawn)), "price": drawn.price, "flop_price": drawn.flop_price,
-                 "kind": [drawn.kinds[kind].name for kind in drawn.kind.tolist()], "horizon": drawn.horizon}
-        every = ((who, *each) for who, part in self.played.items() for each in part.items())
+        first = 0
+        for part in self.parts:
+            self._record(sink, part, first)
+            first += len(part.scenarios)
+
+    def _record(self, sink: Sink, part: Part, first: int) -> None:
+        drawn, before = part.scenarios, f"{part.name}: " if part.name else ""
+        kinds = [before + drawn.kinds[kind].name for kind in drawn.kind.tolist()]
+        about = {"scenario": first + torch.arange(len(drawn)), "price": drawn.price,
+                 "flop_price": drawn.flop_price, "kind": kinds, "horizon": drawn.horizon}
+        every = ((who, *each) for who, played in part.played.items() for each in played.items())
         for who, name, (done, _) in every:
             sink.write("arm", {"controller": who, "arm": name, **about, **_figures(done)})
-            if decisions := done.decisions():
+            if decisions := [d._replace(scenario=first + d.scenario) for d in done.decisions()]:
                 columns = zip(Decision._fields, zip(*decisions, strict=True), strict=True)
                 sink.write("decision", {"controller": who, "arm": name, **dict(columns)})
             sink.commit()
@@ -199,7 +222,8 @@ class ProofResults:
         """What every arm comes to, and what is claimed; controllers of one making may be pooled."""
         for controller, each in {**self.arms, **({POOLED: pooled(self.arms)} if pool else {})}.items():
             above = [arm.utility - each[BEATEN[0]].utility for arm in each.values()]
-            low, high = zip(*map(interval, above), strict=True)
+            group = each[BEATEN[0]].group
+            low, high = zip(*(interval(values, group=group) for values in above), strict=True)
             sink.write("summary", {
                 "controller": controller, "arm": list(each), "low": low, "high": high,
                 "gain": [float(values.mean()) for values in above],

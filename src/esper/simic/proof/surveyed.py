@@ -136,6 +136,7 @@ class Regression:
     centre: np.ndarray  # [F]
     spread: np.ndarray  # [F]
     width: float
+    ridge: float
     known: np.ndarray  # [K, F] scaled
     dual: np.ndarray  # [K, 3 P]
     mean: np.ndarray  # [3 P]
@@ -168,7 +169,7 @@ def fit(table: PlanTable, watched: int, width: float, ridge: float,
     known, mean = (seen - centre) / spread, flat.mean(0)
     dual = np.linalg.solve(_kernel(known, known, width) + ridge * np.eye(len(known)), flat - mean)
     plans = tuple(table.plans[at] for at in allowed)
-    return Regression(plans, watched, centre, spread, width, known, dual, mean)
+    return Regression(plans, watched, centre, spread, width, ridge, known, dual, mean)
 
 
 def identify(table: PlanTable, prices: Sequence[Prices],
