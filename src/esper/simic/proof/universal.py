@@ -150,8 +150,8 @@ def tune_kind(env_of: EnvOf, families: Sequence[Family], table: PlanTable, episo
     """Every control gets at least so many episodes; plans had those of their table."""
     family, evaluators = families[0], [Evaluator(env_of(each), make=make) for each in families]
     few, used = shortlist(table, family), table.runs.shape[0] * table.runs.shape[1]
-    found, cells = identify(table, price_pairs(family)), 4 * len(few) * len(family.kinds) * len(family.horizons)
-    some = evaluators[:: max(1, len(evaluators) * cells // max(episodes, 1))]  # each is played on a whole grid
+    found, grid = identify(table, price_pairs(family)), 4 * len(family.kinds) * len(family.horizons)
+    some = evaluators[:: max(1, len(evaluators) * grid * len(few) // max(episodes, 1))]  # all of a grid each
     portfolio = choose_plans(*play_table(some, few, episodes, ROWS, watch))
     triggers = {name: baselines.tune_trigger(evaluators, name, episodes, ROWS, watch) for name in TRIGGERS}
     greedy, looked = baselines.tune_greedy(evaluators, episodes, ROWS, watch)
