@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from esper.tolaria.families import find_family, register_family
     from esper.tolaria.scenarios import Family, Kind
     from esper.tolaria.tasks import Task, TaskData, load_task, register_task
+    from esper.tolaria.universe import Universe, find_universe, ordinary
 
 _ROOMS = ("leyline", "kasmina", "tamiyo", "tolaria", "simic", "simic.proof", "door")
 """Lowest first: none is imported for a name that a lower one has."""
@@ -33,7 +34,8 @@ __all__ = [
     "ActionSpec", "Controller", "EnvConfig", "Episodes", "EsperError", "Family", "Heuristic", "Host", "Kind",
     "Learned", "LifecycleOp", "MorphogeneticEnv", "Objective", "OptimConfig", "PPOAgent", "PPOConfig",
     "Population", "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training",
-    "Twins", "Wait", "attach", "export", "find_family", "grow", "lightning_callback", "load_task", "play",
+    "Twins", "Universe", "Wait", "attach", "export", "find_family", "find_universe", "grow",
+    "lightning_callback", "load_task", "ordinary", "play",
     "prove", "register_blueprint", "register_family", "register_objective", "register_policy",
     "register_reward", "register_task", "replay", "trainer_callback",
 ]

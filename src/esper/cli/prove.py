@@ -251,7 +251,8 @@ def _universal(options: Prove, universe: Universe, env: EnvConfig, episodes: int
         kept, asked = options.out / f"plans-{kind}.safetensors", math.ceil(share * episodes)
         if not kept.exists():
             plans = len(plans_for(env_of(mine[0]).spec))
-            save_table(kept, survey_all(env_of, mine, -(-asked // (plans * len(mine))), watch=say))
+            count = max(2, -(-asked // (plans * len(mine))))  # scenarios of each: one chooses, one scores
+            save_table(kept, survey_all(env_of, mine, count, watch=say))
         tables[kind] = load_table(kept)
         if kind not in controls.kinds:
             found = tune_kind(env_of, mine, tables[kind], asked, watch=told)

@@ -14,7 +14,7 @@ from torch import Tensor
 from esper.kasmina.objectives import Objective
 from esper.leyline import Contribution, EsperError, SeedStage
 from esper.leyline.keys import Purpose, mix
-from esper.leyline.views import Facts, Seeds, View
+from esper.leyline.views import About, Facts, Seeds, View
 
 if TYPE_CHECKING:
     from esper.door.growing import Growing
@@ -96,6 +96,16 @@ def settled(values: Tensor, objective: Objective | None) -> Tensor:
     return objective.settle(means[:, None])[:, 0]
 
 
+def _about(growing: "Growing") -> About:
+    """Of a score alone nothing is known but that it is a share."""
+    shape = growing.places[0].shape
+    extent = max(1, math.prod(shape.extent) * (shape.tokens or 1))
+    if growing.objective is None:
+        return About(extent=extent)
+    loss, score, smooth = growing.objective.chance(growing.outputs)
+    return About((loss, score, smooth), growing.outputs, extent)
+
+
 def seen(growing: "Growing") -> View:
     """What policies read: the same as in a population, of one row."""
     life, asked, one, clock = growing.life, growing.asked, torch.ones(1), torch.tensor([growing.life.epoch])
@@ -107,7 +117,8 @@ def seen(growing: "Growing") -> View:
     empty = (life.stage == SeedStage.DORMANT)[..., None]
     candidates = Contribution(*(tensor * empty for tensor in vars(growing.candidates).values()))
     facts = Facts(growing.cost, growing.scores[1:], growing.scores[:1], one * growing.compute.spent, costs,
-                  growing.gains, growing.previews, told, table, candidates if growing.every else None)
+                  growing.gains, growing.previews, told, table, candidates if growing.every else None,
+                  _about(growing))
     return View(spec=growing.spec, luck=mix(torch.tensor([asked.seed]), Purpose.LUCK),
                 price=one * asked.price, flop_price=one * 0, horizon=torch.tensor([asked.epochs]),
                 clock=clock, done=clock >= asked.epochs, verdicts=life.verdicts(),

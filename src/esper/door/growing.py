@@ -100,6 +100,7 @@ class Growing:
         self.compute = Compute(self.cost.flops, asked.epochs, share(asked.flops, 1.0, "trainings"))
         name = asked.objective
         self.objective = None if name is None else find_objective(str(name).replace("-", "_"))
+        self.outputs = 2  # of the model, until evaluate() shows them
         self._learned = isinstance(self.policy, Learned)
         if self._learned and (asked.loss is None or self.objective is None):
             raise EsperError("a learned controller reads losses: pass loss=, data= and objective=, "
@@ -243,8 +244,11 @@ class Growing:
     def judged(self, samples: int | None = None) -> Tensor:
         """[3, n] of the model with what is active now; evaluations draw alike, whoever is in it."""
         with untouched(self.host):
-            returned = self._evaluate()
-        return by_sample(returned, self.objective, samples)
+            returned: Any = self._evaluate()
+        values = by_sample(returned, self.objective, samples)
+        if self.objective is not None:
+            self.outputs = int(returned[0].shape[-1])
+        return values
 
     def _measure(self) -> float:
         """The scores, what each seed is worth in them, and what could grow."""

@@ -218,15 +218,15 @@ def prove_universe(court_of: Universal, contestants: Sequence[Contestant], confi
     """As `prove`, with `config.scenarios` of each test family; the pilot, and a rehearsal, are on validation
     families."""
     universe, sink, workers = court_of.universe, sink or Nowhere(), workers or Workers()
+    if not universe.test and not config.rehearsal:
+        raise EsperError(f"universe {universe.name!r} has no test families, so nothing can be proven; "
+                         "use --rehearsal")
     before = court_of.play(universe.validation, "validation", PILOT, config.pilot, "", contestants, workers,
                            lambda what: watch(f"pilot: {what}")).arms
     if config.rehearsal:
         results = court_of.play(universe.validation, "validation", REHEARSAL, config.scenarios, "",
                                 contestants, workers, watch)
     else:
-        if not universe.test:
-            raise EsperError(f"universe {universe.name!r} has no test families, so nothing can be proven; "
-                             "use --rehearsal")
         first = secrets.randbits(40)  # nobody could have played these before; the ledger says which they are
         why = (f"proof of the universe {universe.name}: {config.scenarios} scenarios of each family "
                f"from {first} on, effect {config.effect:g}")
