@@ -4,7 +4,8 @@
 
 Plays a family as it ships, but with a price on extra FLOPs: half a point, or two, for as many as the bare host's training takes.
 Every control is tuned on it with at least so many episodes; the shipped controller, which was trained where compute was free, plays
-as it is. Validation scenarios and samples: the test split stays closed. Writes experiments/results/harder_court-FAMILY.json.
+as it is. Validation scenarios and samples: the test split stays closed. Writes experiments/results/harder_court-FAMILY.json; with
+`--flop-prices 0`, where compute is free as in the family that ships, harder_court-FAMILY-free.json.
 """
 
 import dataclasses
@@ -73,7 +74,7 @@ def main() -> None:
         about = result["above no growth"][name]
         print(f"{name:<28} {about['points']:+6.2f} at {about['flops']:.2f} FLOPs; controller less it "
               f"{each['points']:+6.2f} ({each['low']:+.2f} to {each['high']:+.2f})")
-    write(chosen, f"harder_court-{chosen.family}", result)
+    write(chosen, f"harder_court-{chosen.family}{'' if any(chosen.flop_prices) else '-free'}", result)
 
 
 if __name__ == "__main__":
