@@ -4,12 +4,14 @@
     /api/runs      every run: its name, its state, its facts
     /api/panels    ?run=0&names=hosts,lives&round=7&epoch=3&row=2: what there is to choose, and the tables
     /api/compare   the runs beside each other
-    /api/events    server-sent: a number that rises whenever a store was written
+    /api/events    server-sent: a number that rises whenever a store was written or its trainer came or went
 
-Every request needs the token, from the address or from the cookie that the page sets, and a Host that is an
+An answer is kept while the files that it is of stay as they are, for a few seconds at most since ages pass,
+and has a tag: who sends that back is told only whether the answer is another one. Every request needs the token, from the address or from the cookie that the page sets, and a Host that is an
 IP address, localhost or the name that was asked for: a name that a stranger's DNS controls reads nothing.
 """
 
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -17,6 +19,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,15 +30,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from esper.karn.comparing import compare
 from esper.karn.panels import PAGES, Run, open_run
-from esper.karn.stores import stores_below, written
+from esper.karn.stores import stamp, stores_below, written
 from esper.leyline import EsperError
+from esper.leyline.storage import is_locked
 
 LOCAL = "127.0.0.1"
-PAUSE, BEAT = 0.5, 5.0  # seconds between two looks for news; and between two signs of life to a page
+PAUSE, BEAT = 0.5, 10.0  # seconds between two looks for news; and between two signs of life to a page
+KEPT, HELD = 5.0, 256  # an answer is given again for so many seconds; so many are held
 MOST = 64  # connections at a time, each with a thread; more are closed at once
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 ASSETS = {"/": "index.html"} | {f"/{name}": name for name in (
@@ -58,6 +63,8 @@ class Gallery:
         self._find()
         self.lock, self.news, self.version, self.closed = threading.Lock(), threading.Condition(), 0, False
         self._open: dict[int, Run] = {}
+        self._answers: dict[str, tuple[object, float, bytes]] = {}
+        self._seen = self._marks(self.paths)
 
     def _find(self) -> None:
         """Those that were begun since come last, so that a run keeps its number."""
@@ -85,11 +92,30 @@ class Gallery:
                 self.news.wait_for(lambda: self.closed, PAUSE)
 
     def _changed(self) -> bool:
-        found = False
-        for number in range(len(self.paths)):
-            with self.lock, suppress(EsperError):
-                found |= self.run(number).changed()
-        return found
+        before, self._seen = self._seen, self._marks(self.paths)
+        return before != self._seen
+
+    @staticmethod
+    def _marks(paths: Sequence[Path]) -> list[object]:
+        """Another one for whatever is written, told by the files alone: SQLite is not asked."""
+        return [(stamp(path), is_locked(path.parent)) for path in paths]
+
+    def answer(self, path: str, query: Query) -> bytes:
+        """In JSON, from memory where that is still true."""
+        if path != PANELS:
+            with suppress(EsperError):
+                self._find()
+        number = query.get("run", "0")
+        asked = [self.paths[int(number)]] if path == PANELS and number.isdecimal() \
+            and int(number) < len(self.paths) else self.paths
+        key = f"{path}?{urlencode(sorted(query.items()))}"
+        now, (marks, since, body) = self._marks(asked), self._answers.get(key, (None, 0.0, b""))
+        if marks != now or time.monotonic() - since > KEPT:
+            body = json.dumps(_exact(API[path](self, query))).encode()
+            if len(self._answers) >= HELD:
+                self._answers.clear()
+            self._answers[key] = now, time.monotonic(), body
+        return body
 
     def events(self) -> Iterator[int]:
         """The version, at once, whenever it rises and every few seconds."""
@@ -109,8 +135,6 @@ class Gallery:
 
     def runs(self, query: Query) -> list[dict[str, Any]]:
         found = []
-        with suppress(EsperError):
-            self._find()
         for number, path in enumerate(self.paths):
             about: dict[str, Any] = {"run": number, "name": path.parent.name, "path": str(path)}
             try:
@@ -125,7 +149,7 @@ class Gallery:
         """Those named, or those of a page."""
         try:
             chosen = {name: int(value) for name, value in query.items()
-                      if name not in ("names", "page", "token")}
+                      if name not in ("names", "page")}
         except ValueError as error:
             raise EsperError(f"a round, an epoch and a row are whole numbers: {error}") from error
         run, names = self.run(chosen.pop("run", 0)), PAGES.get(query.get("page", ""), [])
@@ -139,8 +163,9 @@ class Gallery:
         return compare(runs).json()
 
 
+PANELS = "/api/panels"
 API: Mapping[str, Callable[[Gallery, Query], Any]] = {
-    "/api/runs": Gallery.runs, "/api/panels": Gallery.panels, "/api/compare": Gallery.compare}
+    "/api/runs": Gallery.runs, PANELS: Gallery.panels, "/api/compare": Gallery.compare}
 """address -> what answers it, in JSON."""
 
 
@@ -190,14 +215,16 @@ class Handler(BaseHTTPRequestHandler):
     def _json(self, path: str, query: Query) -> None:
         try:
             with self.page.gallery.lock:
-                found = API[path](self.page.gallery, query)
-            status = HTTPStatus.OK
+                body = self.page.gallery.answer(path, {k: v for k, v in query.items() if k != "token"})
+            tag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
+            known = self.headers.get("If-None-Match") == tag
+            status, body = (HTTPStatus.NOT_MODIFIED, b"") if known else (HTTPStatus.OK, body)
+            self._answer("application/json", body, status, ETag=tag)
         except EsperError as error:
-            found, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
-        self._answer("application/json", json.dumps(_exact(found)).encode(), status)
+            self._answer("application/json", json.dumps({"error": str(error)}).encode(), HTTPStatus.BAD_REQUEST)
 
-    def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
-        self._head(kind, status, {"Content-Length": str(len(body))})
+    def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK, **more: str) -> None:
+        self._head(kind, status, {"Content-Length": str(len(body)), **more})
         self.wfile.write(body)
 
     def _head(self, kind: str, status: HTTPStatus, more: Mapping[str, str]) -> None:

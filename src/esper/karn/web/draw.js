@@ -201,7 +201,16 @@ export function legend(hint) {
 }
 
 const RENDERERS = { text: figures, line: lines, bars, table };
-export function card(data, options) {
+// A node is drawn again only for other figures.
+const drawn = new Map();
+export const redraw = () => drawn.clear();
+export function kept(name, figures, draw) {
+  const told = JSON.stringify(figures);
+  if (drawn.get(name)?.told !== told) drawn.set(name, { told, node: draw() });
+  return drawn.get(name).node;
+}
+export const card = (data) => kept(data.question, data, () => newCard(data));
+function newCard(data) {
   const draw = RENDERERS[data.renderer] ?? table;
-  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data, options) : nothing(draw === table ? "None." : undefined));
+  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data) : nothing(draw === table ? "None." : undefined));
 }
