@@ -62,7 +62,7 @@ def draw(table: Table, at: Place) -> Text:
         if unit in table.units.values() and head.cell_len % at.width + len(unit) + 3 < at.width:
             head.append(f" [{unit}]", f"not bold {DIM}")
     if not table.rows:
-        return Text.assemble(head, ("\nnothing to show", DIM))
+        return Text.assemble(head, (f"\n{table.none}", DIM))
     return Text("\n").join([head, *RENDERERS[table.renderer](table, at)])
 
 

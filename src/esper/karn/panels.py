@@ -73,6 +73,7 @@ class Table(NamedTuple):
     rows: Rows
     question: str
     renderer: str
+    none: str = "nothing to show"  # said where there are no rows
 
     @property
     def units(self) -> dict[str, str]:
@@ -92,6 +93,7 @@ class Panel(NamedTuple):
     renderer: str
     columns: tuple[str, ...]
     answer: "str | Callable[[Run, Mapping[str, Any]], Rows]"  # SQL, or what reads the run
+    none: str = Table._field_defaults["none"]
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class Run(AbstractContextManager["Run"]):
         answer = panel.answer
         with self.trusted():
             rows = self.rows(answer, **chosen) if isinstance(answer, str) else answer(self, chosen)
-        return Table(panel.columns, rows, panel.question, panel.renderer)
+        return Table(panel.columns, rows, panel.question, panel.renderer, panel.none)
 
 
 def open_run(path: str | Path, clock: Callable[[], float] = time.time) -> Run:
@@ -305,13 +307,14 @@ PANELS: Mapping[str, Panel] = {
     "exams": Panel(
         "overview", "How good is it on scenarios that it does not train on, beside others?", "line",
         ("policy", "round", "gain", "low", "high", "n"), _exams),
+    "incidents": Panel("overview", "What went wrong, and is it over?", "table", (
+        "kind", "what", "opened", "closed", "rounds", "most", "least"), _incidents, "nothing"),
     "arms": Panel(
-        "overview", "How far above no growth is each arm of the proof?", "table",
+        "overview", "How far above no growth are the best plans and the other arms of a proof?", "table",
         ("arm", "controller", "gain", "low", "high", "score", "episodes"),
         "SELECT arm, controller, 100 * gain, 100 * low, 100 * high, 100 * score, episodes FROM summary "
-        "ORDER BY gain DESC, arm, controller"),
-    "incidents": Panel("overview", "What went wrong, and is it over?", "table", (
-        "kind", "what", "opened", "closed", "rounds", "most", "least"), _incidents),
+        "ORDER BY gain DESC, arm, controller",
+        "Not measured here: a training plays no plans. esper prove does, and its store can be opened like a run."),
     "cost": Panel(
         "overview", "What did training cost, and what does a grown network cost? The latter in the last "
         "examination: parameters of its seeds, and FLOPs beyond the bare host's.", "text",

@@ -64,7 +64,7 @@ class Gallery:
         self.lock, self.news, self.version, self.closed = threading.Lock(), threading.Condition(), 0, False
         self._open: dict[int, Run] = {}
         self._answers: dict[str, tuple[object, float, bytes]] = {}
-        self._seen = self._marks(self.paths)
+        self._seen = self._marks()
 
     def _find(self) -> None:
         """Those that were begun since come last, so that a run keeps its number."""
@@ -85,35 +85,26 @@ class Gallery:
     def watch(self) -> None:
         """Until it is closed, tell those who wait when anything was written."""
         while not self.closed:
-            changed = self._changed()
+            before, self._seen = self._seen, self._marks()
             with self.news:
-                self.version += changed
+                self.version += before != self._seen
                 self.news.notify_all()
                 self.news.wait_for(lambda: self.closed, PAUSE)
 
-    def _changed(self) -> bool:
-        before, self._seen = self._seen, self._marks(self.paths)
-        return before != self._seen
-
-    @staticmethod
-    def _marks(paths: Sequence[Path]) -> list[object]:
-        """Another one for whatever is written, told by the files alone: SQLite is not asked."""
-        return [(stamp(path), is_locked(path.parent)) for path in paths]
+    def _marks(self) -> list[object]:
+        """Others whenever something is written, told by the files alone: SQLite is not asked."""
+        return [(stamp(path), is_locked(path.parent)) for path in self.paths]
 
     def answer(self, path: str, query: Query) -> bytes:
         """In JSON, from memory where that is still true."""
-        if path != PANELS:
+        if path != "/api/panels":
             with suppress(EsperError):
                 self._find()
-        number = query.get("run", "0")
-        asked = [self.paths[int(number)]] if path == PANELS and number.isdecimal() \
-            and int(number) < len(self.paths) else self.paths
-        key = f"{path}?{urlencode(sorted(query.items()))}"
-        now, (marks, since, body) = self._marks(asked), self._answers.get(key, (None, 0.0, b""))
+        key, now = f"{path}?{urlencode(sorted(query.items()))}", self._marks()
+        marks, since, body = self._answers.get(key, (None, 0.0, b""))
         if marks != now or time.monotonic() - since > KEPT:
             body = json.dumps(_exact(API[path](self, query))).encode()
-            if len(self._answers) >= HELD:
-                self._answers.clear()
+            self._answers = self._answers if len(self._answers) < HELD else {}
             self._answers[key] = now, time.monotonic(), body
         return body
 
@@ -163,9 +154,8 @@ class Gallery:
         return compare(runs).json()
 
 
-PANELS = "/api/panels"
 API: Mapping[str, Callable[[Gallery, Query], Any]] = {
-    "/api/runs": Gallery.runs, PANELS: Gallery.panels, "/api/compare": Gallery.compare}
+    "/api/runs": Gallery.runs, "/api/panels": Gallery.panels, "/api/compare": Gallery.compare}
 """address -> what answers it, in JSON."""
 
 

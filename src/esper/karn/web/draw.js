@@ -212,5 +212,5 @@ export function kept(name, figures, draw) {
 export const card = (data) => kept(data.question, data, () => newCard(data));
 function newCard(data) {
   const draw = RENDERERS[data.renderer] ?? table;
-  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data) : nothing(draw === table ? "None." : undefined));
+  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data) : nothing(data.none));
 }

@@ -4,7 +4,7 @@ import { card, el, glyph, kept, legend, lines, network, nothing, records, said, 
 
 const plain = (page, wide) => async ({ state, ask, go }) => {
   const { extent, panels } = await ask("panels", { page, run: state.run, round: state.round });
-  const cards = Object.entries(panels).filter(([name, data]) => data.rows.length || name !== "arms").map(([, data]) => card(data));
+  const cards = Object.values(panels).map((data) => card(data));
   return { node: el("div", {}, wide ? rounds(extent, state, go) : "", el("div", { class: "cards" }, ...cards)) };
 };
 
