@@ -60,8 +60,8 @@ def said(value: Any, unit: str = "") -> str:
     if unit == "s":
         size, name = next((size, name) for least, size, name in _TIMES if value >= least)
         return f"{value / size:.0f} {name}"
-    if isinstance(value, int) and not unit:
-        return str(value)
+    if not unit and float(value).is_integer():  # JSON knows no other whole numbers
+        return str(int(value))
     small = f"{value:.3g}".replace("e-0", "e-") if 0 < abs(value) < 0.01 else ""
     return ("+" if unit == "points" and value > 0 else "") + (small or f"{value:.2f}")
 

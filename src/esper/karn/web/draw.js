@@ -39,6 +39,8 @@ function saidTime(seconds) {
   return `${(seconds / size).toFixed(0)} ${unit}`;
 }
 export const words = (name) => name.replaceAll("_", " ");
+const LABELS = { round: "rounds done", age: "since the last round", left: "time left", rate: "pace", gain: "gain of the last round", open: "open incidents",
+  seconds: "time", grown_params: "parameters grown", extra_flops: "extra FLOPs" };
 
 // Rows of a table as objects by column.
 export const records = (table) => table.rows.map((row) => Object.fromEntries(table.columns.map((name, i) => [name, row[i]])));
@@ -61,7 +63,7 @@ export function figures(data) {
   const [record] = records(data);
   if (!record) return nothing();
   const shown = data.columns.filter((name) => !["low", "high"].includes(name));
-  return el("dl", { class: "figures" }, ...shown.map((name) => el("div", {}, el("dt", {}, words(name)), el("dd", {},
+  return el("dl", { class: "figures" }, ...shown.map((name) => el("div", {}, el("dt", {}, LABELS[name] ?? words(name)), el("dd", {},
     withUnit(record[name], data.units[name]), name === "gain" && record.low !== null && record.low !== undefined
       ? el("small", {}, ` ${said(record.low, "points")} to ${said(record.high, "points")}`) : ""))));
 }
