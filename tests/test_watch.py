@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +234,28 @@ def test_a_round_appears_when_it_is_written_unless_one_looks_back(tmp_path: Path
         assert "gain +4.00 (+3.02 to +4.98)" in told
 
     watched(store.path, look)
+
+
+def test_after_a_drawing_it_rests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = [100.0], [5.0]
+    polls: list[float] = []
+
+    async def look(app: Watch, pilot: Pilot[None]) -> None:
+        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0], process_time=lambda: used[0], time=lambda: ENDED))
+        app.used, app.due, app.drew = used[0], 0.0, False
+        monkeypatch.setattr(app, "poll", lambda: polls.append(now[0]))
+
+        def second(drew: bool, cost: float) -> None:
+            app.tick()
+            app.drew, now[0], used[0] = drew, now[0] + 1, used[0] + cost
+
+        second(False, 0.5)  # a key was pressed: no reason to rest
+        second(True, 4 / watching.TIMES)
+        for _ in range(6):
+            second(False, 0.0)
+        assert polls == [100.0, 101.0, 106.0, 107.0]
+
+    watched(folder / "run.db", look)
 
 
 HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"

@@ -1,7 +1,7 @@
 """A run in the terminal: pages of panels and a slider through time, all by keys.
 
 Once a second the store is asked whether anything was written; what is on the screen is queried again then. Then
-it rests, a hundred times as long as the drawing kept the processor, so that who trains here too goes on.
+it rests, two hundred times as long as the drawing kept the processor, so that who trains here too goes on.
 """
 
 import time
@@ -25,7 +25,7 @@ from esper.leyline import EsperError
 TABS = (*PAGES, "compare")
 BY_EPOCH = ("population", "host", "rewards")  # where a step in time is an epoch; elsewhere it is a round
 POLL, CLOCK = 1.0, 10  # seconds between questions; questions after which ages are drawn again
-TIMES = 100  # as long as a drawing took is rested
+TIMES = 200  # as long as a drawing took is rested
 MARGIN = 4  # columns beside a page
 KEYS = "left right time   up down choose   enter open   l live   ? help   q leave"
 HELP = """\

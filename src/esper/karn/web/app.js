@@ -81,7 +81,7 @@ function header(state) {
 
 // Between two drawings for news pass so many milliseconds, and so many times as long as the last one took: whoever trains here
 // too shall not notice.
-const PAUSE = 5000, TIMES = 100;
+const PAUSE = 8000, TIMES = 200;
 let stream = null, heard = null, drawn = null, waiting = null, due = 0; // versions of the stores, a timer, when it may be set for
 function listen() {
   if (stream || document.hidden) return;
