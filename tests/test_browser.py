@@ -177,7 +177,8 @@ def test_a_page_rests_between_drawings_and_a_hidden_one_does_nothing(browser: An
         return sum("/api/panels" in url for url in tab.asked)
 
     with serve([tmp_path / "run"]) as dashboard:
-        assert (pause := b"PAUSE = 8000, TIMES = 200") in dashboard.assets["app.js"]
+        pause = b"PAUSE = 8000, TIMES = 200"
+        assert pause in dashboard.assets["app.js"]
         dashboard.assets["app.js"] = dashboard.assets["app.js"].replace(pause, b"PAUSE = 6000, TIMES = 0")
         tab = Tab(browser, dashboard)
         chart = tab.page.locator("section", has_text="does not train on").element_handle()

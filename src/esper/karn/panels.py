@@ -314,7 +314,7 @@ PANELS: Mapping[str, Panel] = {
         ("arm", "controller", "gain", "low", "high", "score", "episodes"),
         "SELECT arm, controller, 100 * gain, 100 * low, 100 * high, 100 * score, episodes FROM summary "
         "ORDER BY gain DESC, arm, controller",
-        "Not measured here: a training plays no plans. esper prove does, and its store can be opened like a run."),
+        "Not measured here: a training plays no plans. esper prove does, and its store opens like a run."),
     "cost": Panel(
         "overview", "What did training cost, and what does a grown network cost? The latter in the last "
         "examination: parameters of its seeds, and FLOPs beyond the bare host's.", "text",
@@ -329,18 +329,15 @@ PANELS: Mapping[str, Panel] = {
         "brought, or would have brought, when that was decided; the chance is that of the decision.", "table",
         ("row", "slot", "blueprint", "born", "blended", "decided", "ended", "fate", "evidence", "error",
          "chance"), lambda run, chosen: lives_of(run.rows, chosen["round"])),
-    "host": Panel(
-        "host", "Does this host learn better than its twin?", "line",
+    "host": Panel("host", "Does this host learn better than its twin?", "line",
         ("epoch", "score", "twin", "gain", "reward", "loss", "params"),
         "SELECT epoch, 100 * score, 100 * twin, 100 * (score - twin), 100 * reward, loss, params" + _HOST +
         "ORDER BY epoch"),
-    "slots": Panel(
-        "host", "What grew in this host?", "network",
+    "slots": Panel("host", "What grew in this host?", "network",
         ("epoch", "slot", "stage", "blueprint", "alpha", "contribution", "preview", "error"),
         "SELECT epoch, slot, stage, blueprint, alpha, 100 * contribution, 100 * preview, 100 * error "
         "FROM seed WHERE round = :round AND row = :row ORDER BY epoch, slot"),
-    "decisions": Panel(
-        "host", "What was decided in this host, how surely, and what followed?", "table",
+    "decisions": Panel("host", "What was decided in this host, how surely, and what followed?", "table",
         ("epoch", "op", "slot", "blueprint", *_CHANCES, "value", "followed", "rolled_back", "fate"),
         "WITH said AS (SELECT *, sum(reward) OVER (ORDER BY epoch DESC) AS followed" + _HOST + ") "
         f"SELECT epoch, op, slot, blueprint, {', '.join(f'100 * {name}' for name in _CHANCES)}, 100 * value, "
@@ -349,14 +346,12 @@ PANELS: Mapping[str, Panel] = {
         "WHERE move.round = said.round AND move.row = said.row AND move.slot = said.slot "
         "AND move.epoch >= said.epoch AND target IN ('FOSSILIZED', 'PRUNED') ORDER BY move.epoch LIMIT 1), "
         "'unfinished') END FROM said ORDER BY epoch"),
-    "heads": Panel(
-        "tamiyo", "Which head has stopped exploring, or cannot learn?", "line",
+    "heads": Panel("tamiyo", "Which head has stopped exploring, or cannot learn?", "line",
         ("head", "round", "entropy_share", "learnable", "grad_norm"),
         "SELECT head, round, 100 * entropy, learnable, grad_norm FROM head ORDER BY head, round"),
     "update": Panel("tamiyo", "Are the updates sound?", "line", ("round", *_UPDATE),
                     f"SELECT round, {', '.join(_UPDATE)} FROM round ORDER BY round"),
-    "actions": Panel(
-        "tamiyo", "What does it do?", "bars", ("op", "count", "share"),
+    "actions": Panel("tamiyo", "What does it do?", "bars", ("op", "count", "share"),
         "SELECT op, count(*), 100.0 * count(*) / sum(count(*)) OVER () FROM step "
         "WHERE round > :round - :last AND round <= :round GROUP BY op ORDER BY 2 DESC, op"),
     "blueprints": Panel("tamiyo", "Which blueprint is never used?", "bars", (

@@ -6,9 +6,10 @@
     /api/compare   the runs beside each other
     /api/events    server-sent: a number that rises whenever a store was written or its trainer came or went
 
-An answer is kept while the files that it is of stay as they are, for a few seconds at most since ages pass,
-and has a tag: who sends that back is told only whether the answer is another one. Every request needs the token, from the address or from the cookie that the page sets, and a Host that is an
-IP address, localhost or the name that was asked for: a name that a stranger's DNS controls reads nothing.
+An answer is kept while the files that it is of stay as they are, for a few seconds since ages pass. It has a
+tag; who sends that back is told whether the answer is another one. Every request needs the token, from the
+address or from the cookie that the page sets, and a Host that is an IP address, localhost or the name that
+was asked for: a name that a stranger's DNS controls reads nothing.
 """
 
 import hashlib
@@ -150,8 +151,7 @@ class Gallery:
 
     def compare(self, query: Query) -> dict[str, Any]:
         """Those that can be read."""
-        runs = [self.run(about["run"]) for about in self.runs(query) if "broken" not in about]
-        return compare(runs).json()
+        return compare([self.run(each["run"]) for each in self.runs(query) if "broken" not in each]).json()
 
 
 API: Mapping[str, Callable[[Gallery, Query], Any]] = {
@@ -211,7 +211,8 @@ class Handler(BaseHTTPRequestHandler):
             status, body = (HTTPStatus.NOT_MODIFIED, b"") if known else (HTTPStatus.OK, body)
             self._answer("application/json", body, status, ETag=tag)
         except EsperError as error:
-            self._answer("application/json", json.dumps({"error": str(error)}).encode(), HTTPStatus.BAD_REQUEST)
+            told = json.dumps({"error": str(error)}).encode()
+            self._answer("application/json", told, HTTPStatus.BAD_REQUEST)
 
     def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK, **more: str) -> None:
         self._head(kind, status, {"Content-Length": str(len(body)), **more})

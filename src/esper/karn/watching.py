@@ -1,7 +1,7 @@
 """A run in the terminal: pages of panels and a slider through time, all by keys.
 
-Once a second the store is asked whether anything was written; what is on the screen is queried again then. Then
-it rests, two hundred times as long as the drawing kept the processor, so that who trains here too goes on.
+Once a second the store is asked whether anything was written; what is on the screen is queried again then.
+After that it rests, many times as long as the drawing kept the processor.
 """
 
 import time
