@@ -11,7 +11,7 @@ import pytest
 from esper.karn import compare, open_run, serving
 from esper.karn.serving import Dashboard, serve
 from esper.nissa import Store, read
-from tests.planted import BIRTH, plant
+from tests.planted import BIRTH, held, plant
 from tests.test_page import HOSTILE, hostile
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -198,6 +198,17 @@ def test_a_page_rests_between_drawings_and_a_hidden_one_does_nothing(browser: An
         tab.see("#state", "round 7 of 4")
         tab.close()
     store.close()
+
+
+def test_a_trainer_that_is_killed_is_told_though_nothing_is_written(browser: Any, tmp_path: Path) -> None:
+    folder = plant(tmp_path / "run")
+    with held(folder) as trainer, serve([folder]) as dashboard:
+        tab = Tab(browser, dashboard)
+        tab.see("#state", "running · round 3 of 4")
+        trainer.kill()
+        tab.see("#state", "stopped · round 3 of 4")
+        tab.see(".figures", "stopped")
+        tab.close()
 
 
 def test_names_are_text(browser: Any, tmp_path: Path) -> None:

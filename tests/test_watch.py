@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -26,7 +25,7 @@ from esper.karn.panels import Table
 from esper.karn.watching import TABS, Watch
 from esper.leyline import SeedStage
 from esper.nissa import Store
-from tests.planted import ENDED, plant
+from tests.planted import ENDED, held, plant
 
 SMALL, LARGE = (80, 24), (160, 50)
 CELL = 12.2
@@ -258,9 +257,6 @@ def test_after_a_drawing_it_rests(folder: Path, monkeypatch: pytest.MonkeyPatch)
     watched(folder / "run.db", look)
 
 
-HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
-
-
 def test_a_killed_trainer_is_told(tmp_path: Path) -> None:
     plant(tmp_path)
 
@@ -276,10 +272,7 @@ def test_a_killed_trainer_is_told(tmp_path: Path) -> None:
         assert "stopped  3 of 4 rounds" in told
         assert "nobody trains this run any more" in told
 
-    command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "held\n"
+    with held(tmp_path) as trainer:
         watched(tmp_path / "run.db", look)
 
 
