@@ -251,13 +251,14 @@ def test_strangers_take_a_few_threads_at_most_and_leave_no_traceback(folders: li
     assert capfd.readouterr().err == ""
 
 
-NUMBERS = [0, 7, 12345, 0.5, -0.125, 2.675, 1.115, 0.125, -0.375, 2.625, 0.009, -0.0012345, 1e-4, 0.0000123, 1e-7, 1234.5, 37.0, 0.0, None, "name", [1, None, 0.5]]
+NUMBERS = [0, 7, 12345, 0.5, -0.125, 2.675, 1.115, 0.125, -0.375, 2.625, 0.009, -0.0012345, 1e-4, 0.0000123, 1e-7, 1234.5, None, "name", [1, None, 0.5]]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine")
 def test_a_number_is_written_alike_in_terminal_page_and_report(tmp_path: Path) -> None:
     shutil.copy(WEB / "draw.js", tmp_path / "draw.mjs")
     pairs = [(value, unit) for value in NUMBERS for unit in ("", "points", "%")] + [(age, "s") for age in (-3, 0, 119, 121, 7300, 200_000)]
+    pairs += [(37.0, None), (0.0, None), (-2.5, None)]  # fractions
     code = f"import {{ said }} from './draw.mjs'; console.log(JSON.stringify({json.dumps(pairs)}.map(([value, unit]) => said(value, unit))))"
     told = subprocess.run(["node", "--input-type=module", "-e", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert json.loads(told) == [said(value, unit) for value, unit in pairs]

@@ -60,8 +60,8 @@ def said(value: Any, unit: str = "") -> str:
     if unit == "s":
         size, name = next((size, name) for least, size, name in _TIMES if value >= least)
         return f"{value / size:.0f} {name}"
-    if not unit and float(value).is_integer():  # JSON knows no other whole numbers
-        return str(int(value))
+    if isinstance(value, int) and not unit:
+        return str(value)
     small = f"{value:.3g}".replace("e-0", "e-") if 0 < abs(value) < 0.01 else ""
     return ("+" if unit == "points" and value > 0 else "") + (small or f"{value:.2f}")
 
@@ -80,8 +80,9 @@ class Table(NamedTuple):
         return {name: UNITS[name] for name in self.columns if name in UNITS}
 
     def json(self) -> dict[str, Any]:
-        """Everything, for a page or a program."""
-        return {**self._asdict(), "columns": list(self.columns), "units": self.units,
+        """Everything, for a page or a program. In a browser 1 is 1.0: fractions without a unit have None."""
+        real = [name for name, *had in zip(self.columns, *self.rows, strict=True) if float in map(type, had)]
+        return {**self._asdict(), "columns": list(self.columns), "units": dict.fromkeys(real) | self.units,
                 "rows": [list(row) for row in self.rows]}
 
 

@@ -27,7 +27,7 @@ export function said(value, unit) {
   if (Array.isArray(value)) return value.map((each) => said(each, unit)).join(" ");
   if (typeof value !== "number") return String(value);
   if (unit === "s") return saidTime(value);
-  if (!unit && Number.isInteger(value)) return String(value);
+  if (!unit && unit !== null && Number.isInteger(value)) return String(value); // null: a fraction, though it may be whole
   const small = value !== 0 && Math.abs(value) < 0.01;
   return (unit === "points" && value > 0 ? "+" : "") + (small ? tiny(+value.toPrecision(3)) : two(value));
 }
