@@ -79,12 +79,10 @@ class Viewers:
         parents = {pid: int(about[1]) for pid, about in _processes().items()}
         found = {pid: name for name, pid in self.own.items()}
         for pid in parents:
-            line, each = [], pid
+            each = pid
             while each in parents and each != os.getpid():
-                line.append(each)
                 each = parents[each]
-            names = "".join(Path(f"/proc/{each}/cmdline").read_text() for each in line[:1] if each == os.getpid() or line)
-            if each == os.getpid() and "chromium" in names.partition("\0")[0]:
+            if each == os.getpid() and "chromium" in _program(pid):
                 found[pid] = "chromium"
         return found
 
@@ -108,6 +106,12 @@ def _processes() -> dict[int, list[str]]:
         with suppress(OSError, ValueError):
             found[int(path.name)] = (path / "stat").read_text().rpartition(")")[2].split()
     return {pid: about for pid, about in found.items() if about[0] != "Z"}
+
+
+def _program(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
+    return ""
 
 
 def end(stack: ExitStack, process: subprocess.Popen[str]) -> None:
