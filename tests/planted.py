@@ -7,6 +7,10 @@ The head `slot` is starved from round 1 on; the entropy of `op` collapsed in rou
 """
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from esper.nissa import Store
@@ -87,3 +91,16 @@ def _epoch(store: Store, number: int, epoch: int) -> None:
     if epoch == BIRTH["epoch"]:
         store.write("move", {"round": number, "epoch": epoch, "row": 2, "slot": 1, "source": ["DORMANT", "GERMINATED"],
                              "target": ["GERMINATED", "TRAINING"]})
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that works in a folder, until it is killed."""
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-S", "-c", hold, str(folder / ".lock")], stdout=subprocess.PIPE, text=True) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "held\n"
+            yield trainer
+        finally:
+            trainer.kill()

@@ -11,7 +11,7 @@ import pytest
 from esper.karn import compare, open_run, serving
 from esper.karn.serving import Dashboard, serve
 from esper.nissa import Store, read
-from tests.planted import BIRTH, plant
+from tests.planted import BIRTH, held, plant
 from tests.test_page import HOSTILE, hostile
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -163,6 +163,52 @@ def test_a_new_round_appears_without_being_asked_for(browser: Any, tmp_path: Pat
         tab.close()
         old.close()
     store.close()
+
+
+def test_a_page_rests_between_drawings_and_a_hidden_one_does_nothing(browser: Any, tmp_path: Path) -> None:
+    store = Store(plant(tmp_path / "run") / "run.db")
+
+    def news(number: int) -> None:
+        store.write("round", {"round": number, "utility": 0.5})
+        store.commit()
+        tab.page.wait_for_timeout(1200)
+
+    def asked() -> int:
+        return sum("/api/panels" in url for url in tab.asked)
+
+    with serve([tmp_path / "run"]) as dashboard:
+        pause = b"PAUSE = 8000, TIMES = 200"
+        assert pause in dashboard.assets["app.js"]
+        dashboard.assets["app.js"] = dashboard.assets["app.js"].replace(pause, b"PAUSE = 6000, TIMES = 0")
+        tab = Tab(browser, dashboard)
+        chart = tab.page.locator("section", has_text="does not train on").element_handle()
+        first = asked()
+        for number in (3, 4, 5):
+            news(number)
+        assert asked() == first + 1, "the others wait for their turn"
+        assert chart.evaluate("node => node.isConnected"), "what did not change is not drawn again"
+        tab.page.evaluate("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
+        tab.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        before = len(tab.asked)
+        news(6)
+        tab.page.wait_for_timeout(4000)
+        assert len(tab.asked) == before, "its turn came meanwhile"
+        tab.page.evaluate("Object.defineProperty(document, 'hidden', { value: false })")
+        tab.page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        tab.see("#state", "round 7 of 4")
+        tab.close()
+    store.close()
+
+
+def test_a_trainer_that_is_killed_is_told_though_nothing_is_written(browser: Any, tmp_path: Path) -> None:
+    folder = plant(tmp_path / "run")
+    with held(folder) as trainer, serve([folder]) as dashboard:
+        tab = Tab(browser, dashboard)
+        tab.see("#state", "running · round 3 of 4")
+        trainer.kill()
+        tab.see("#state", "stopped · round 3 of 4")
+        tab.see(".figures", "stopped")
+        tab.close()
 
 
 def test_names_are_text(browser: Any, tmp_path: Path) -> None:

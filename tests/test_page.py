@@ -151,6 +151,36 @@ def test_news_are_told_at_once_and_large_numbers_exactly(tmp_path: Path) -> None
     store.close()
 
 
+def test_nothing_is_asked_of_sqlite_while_no_file_changes(tmp_path: Path) -> None:
+    store = Store(plant(tmp_path / "run") / "run.db")
+    paths = ("/api/runs", "/api/panels?page=overview", "/api/compare")
+    with serve([tmp_path]) as page:
+        told = [get(page, path) for path in paths]
+        queries: list[str] = []
+        page.gallery.run(0).connection.set_trace_callback(queries.append)
+        for path, (_, headers, body) in zip(paths, told, strict=True):
+            assert get(page, path)[2] == body
+            assert get(page, path, If_None_Match=headers["ETag"])[::2] == (304, b"")
+            assert get(page, path, If_None_Match='"another"')[::2] == (200, body)
+            assert get(page, path, "wrong", If_None_Match=headers["ETag"])[0] == 403
+        assert queries == []
+        store.write("round", {"round": 3, "utility": 0.5})
+        store.commit()
+        for path, (_, headers, body) in zip(paths, told, strict=True):
+            status, others, now = get(page, path, If_None_Match=headers["ETag"])
+            same = path == "/api/compare"  # no examination was added
+            assert (status, others["ETag"] == headers["ETag"], now == (b"" if same else body)) == (304 if same else 200, same, same)
+        assert queries
+    store.close()
+
+
+def test_an_answer_with_ages_is_kept_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path / "run")
+    monkeypatch.setattr(serving, "KEPT", 0.0)
+    with serve([tmp_path]) as page:
+        assert get(page, "/api/runs")[2] != get(page, "/api/runs")[2]
+
+
 def test_a_run_that_breaks_or_is_begun_again_is_told(tmp_path: Path) -> None:
     for name in ("a", "b"):
         plant(tmp_path / name)
@@ -228,6 +258,7 @@ NUMBERS = [0, 7, 12345, 0.5, -0.125, 2.675, 1.115, 0.125, -0.375, 2.625, 0.009, 
 def test_a_number_is_written_alike_in_terminal_page_and_report(tmp_path: Path) -> None:
     shutil.copy(WEB / "draw.js", tmp_path / "draw.mjs")
     pairs = [(value, unit) for value in NUMBERS for unit in ("", "points", "%")] + [(age, "s") for age in (-3, 0, 119, 121, 7300, 200_000)]
+    pairs += [(37.0, None), (0.0, None), (-2.5, None)]  # fractions
     code = f"import {{ said }} from './draw.mjs'; console.log(JSON.stringify({json.dumps(pairs)}.map(([value, unit]) => said(value, unit))))"
     told = subprocess.run(["node", "--input-type=module", "-e", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert json.loads(told) == [said(value, unit) for value, unit in pairs]

@@ -7,10 +7,10 @@ import os
 import re
 import signal
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from esper.karn.panels import Table
 from esper.karn.watching import TABS, Watch
 from esper.leyline import SeedStage
 from esper.nissa import Store
-from tests.planted import ENDED, plant
+from tests.planted import ENDED, held, plant
 
 SMALL, LARGE = (80, 24), (160, 50)
 CELL = 12.2
@@ -235,7 +235,26 @@ def test_a_round_appears_when_it_is_written_unless_one_looks_back(tmp_path: Path
     watched(store.path, look)
 
 
-HOLD = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+def test_after_a_drawing_it_rests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = [100.0], [5.0]
+    polls: list[float] = []
+
+    async def look(app: Watch, pilot: Pilot[None]) -> None:
+        monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0], process_time=lambda: used[0], time=lambda: ENDED))
+        app.used, app.due, app.drew = used[0], 0.0, False
+        monkeypatch.setattr(app, "poll", lambda: polls.append(now[0]))
+
+        def second(drew: bool, cost: float) -> None:
+            app.tick()
+            app.drew, now[0], used[0] = drew, now[0] + 1, used[0] + cost
+
+        second(False, 0.5)  # a key was pressed: no reason to rest
+        second(True, 4 / watching.TIMES)
+        for _ in range(6):
+            second(False, 0.0)
+        assert polls == [100.0, 101.0, 106.0, 107.0]
+
+    watched(folder / "run.db", look)
 
 
 def test_a_killed_trainer_is_told(tmp_path: Path) -> None:
@@ -253,10 +272,7 @@ def test_a_killed_trainer_is_told(tmp_path: Path) -> None:
         assert "stopped  3 of 4 rounds" in told
         assert "nobody trains this run any more" in told
 
-    command = [sys.executable, "-S", "-c", HOLD, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "held\n"
+    with held(tmp_path) as trainer:
         watched(tmp_path / "run.db", look)
 
 

@@ -62,7 +62,7 @@ def draw(table: Table, at: Place) -> Text:
         if unit in table.units.values() and head.cell_len % at.width + len(unit) + 3 < at.width:
             head.append(f" [{unit}]", f"not bold {DIM}")
     if not table.rows:
-        return Text.assemble(head, ("\nnothing to show", DIM))
+        return Text.assemble(head, (f"\n{table.none}", DIM))
     return Text("\n").join([head, *RENDERERS[table.renderer](table, at)])
 
 
@@ -167,7 +167,7 @@ def _tile(host: Mapping[str, Any], told: Mapping[str, str], at: Place) -> list[T
         edge = ("▸" if host["row"] == at.row else "▌", colour)
         lines.append(Text.assemble(edge, left, " " * (TILE - 1 - left.cell_len - right.cell_len), right))
         lines[-1].truncate(TILE, pad=True)
-        lines[-1].stylize("bold on grey35" if host["row"] == at.row else "")
+        lines[-1].stylize("bold on grey23" if host["row"] == at.row else "")
     return lines
 
 

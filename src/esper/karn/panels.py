@@ -73,14 +73,16 @@ class Table(NamedTuple):
     rows: Rows
     question: str
     renderer: str
+    none: str = "nothing to show"  # said where there are no rows
 
     @property
     def units(self) -> dict[str, str]:
         return {name: UNITS[name] for name in self.columns if name in UNITS}
 
     def json(self) -> dict[str, Any]:
-        """Everything, for a page or a program."""
-        return {**self._asdict(), "columns": list(self.columns), "units": self.units,
+        """Everything, for a page or a program. In a browser 1 is 1.0: fractions without a unit have None."""
+        real = [name for name, *had in zip(self.columns, *self.rows, strict=True) if float in map(type, had)]
+        return {**self._asdict(), "columns": list(self.columns), "units": dict.fromkeys(real) | self.units,
                 "rows": [list(row) for row in self.rows]}
 
 
@@ -92,6 +94,7 @@ class Panel(NamedTuple):
     renderer: str
     columns: tuple[str, ...]
     answer: "str | Callable[[Run, Mapping[str, Any]], Rows]"  # SQL, or what reads the run
+    none: str = Table._field_defaults["none"]
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class Run(AbstractContextManager["Run"]):
         answer = panel.answer
         with self.trusted():
             rows = self.rows(answer, **chosen) if isinstance(answer, str) else answer(self, chosen)
-        return Table(panel.columns, rows, panel.question, panel.renderer)
+        return Table(panel.columns, rows, panel.question, panel.renderer, panel.none)
 
 
 def open_run(path: str | Path, clock: Callable[[], float] = time.time) -> Run:
@@ -305,13 +308,14 @@ PANELS: Mapping[str, Panel] = {
     "exams": Panel(
         "overview", "How good is it on scenarios that it does not train on, beside others?", "line",
         ("policy", "round", "gain", "low", "high", "n"), _exams),
+    "incidents": Panel("overview", "What went wrong, and is it over?", "table", (
+        "kind", "what", "opened", "closed", "rounds", "most", "least"), _incidents, "nothing"),
     "arms": Panel(
-        "overview", "How far above no growth is each arm of the proof?", "table",
+        "overview", "How far above no growth are the best plans and the other arms of a proof?", "table",
         ("arm", "controller", "gain", "low", "high", "score", "episodes"),
         "SELECT arm, controller, 100 * gain, 100 * low, 100 * high, 100 * score, episodes FROM summary "
-        "ORDER BY gain DESC, arm, controller"),
-    "incidents": Panel("overview", "What went wrong, and is it over?", "table", (
-        "kind", "what", "opened", "closed", "rounds", "most", "least"), _incidents),
+        "ORDER BY gain DESC, arm, controller",
+        "Not measured here: a training plays no plans. esper prove does, and its store opens like a run."),
     "cost": Panel(
         "overview", "What did training cost, and what does a grown network cost? The latter in the last "
         "examination: parameters of its seeds, and FLOPs beyond the bare host's.", "text",
@@ -326,18 +330,15 @@ PANELS: Mapping[str, Panel] = {
         "brought, or would have brought, when that was decided; the chance is that of the decision.", "table",
         ("row", "slot", "blueprint", "born", "blended", "decided", "ended", "fate", "evidence", "error",
          "chance"), lambda run, chosen: lives_of(run.rows, chosen["round"])),
-    "host": Panel(
-        "host", "Does this host learn better than its twin?", "line",
+    "host": Panel("host", "Does this host learn better than its twin?", "line",
         ("epoch", "score", "twin", "gain", "reward", "loss", "params"),
         "SELECT epoch, 100 * score, 100 * twin, 100 * (score - twin), 100 * reward, loss, params" + _HOST +
         "ORDER BY epoch"),
-    "slots": Panel(
-        "host", "What grew in this host?", "network",
+    "slots": Panel("host", "What grew in this host?", "network",
         ("epoch", "slot", "stage", "blueprint", "alpha", "contribution", "preview", "error"),
         "SELECT epoch, slot, stage, blueprint, alpha, 100 * contribution, 100 * preview, 100 * error "
         "FROM seed WHERE round = :round AND row = :row ORDER BY epoch, slot"),
-    "decisions": Panel(
-        "host", "What was decided in this host, how surely, and what followed?", "table",
+    "decisions": Panel("host", "What was decided in this host, how surely, and what followed?", "table",
         ("epoch", "op", "slot", "blueprint", *_CHANCES, "value", "followed", "rolled_back", "fate"),
         "WITH said AS (SELECT *, sum(reward) OVER (ORDER BY epoch DESC) AS followed" + _HOST + ") "
         f"SELECT epoch, op, slot, blueprint, {', '.join(f'100 * {name}' for name in _CHANCES)}, 100 * value, "
@@ -346,14 +347,12 @@ PANELS: Mapping[str, Panel] = {
         "WHERE move.round = said.round AND move.row = said.row AND move.slot = said.slot "
         "AND move.epoch >= said.epoch AND target IN ('FOSSILIZED', 'PRUNED') ORDER BY move.epoch LIMIT 1), "
         "'unfinished') END FROM said ORDER BY epoch"),
-    "heads": Panel(
-        "tamiyo", "Which head has stopped exploring, or cannot learn?", "line",
+    "heads": Panel("tamiyo", "Which head has stopped exploring, or cannot learn?", "line",
         ("head", "round", "entropy_share", "learnable", "grad_norm"),
         "SELECT head, round, 100 * entropy, learnable, grad_norm FROM head ORDER BY head, round"),
     "update": Panel("tamiyo", "Are the updates sound?", "line", ("round", *_UPDATE),
                     f"SELECT round, {', '.join(_UPDATE)} FROM round ORDER BY round"),
-    "actions": Panel(
-        "tamiyo", "What does it do?", "bars", ("op", "count", "share"),
+    "actions": Panel("tamiyo", "What does it do?", "bars", ("op", "count", "share"),
         "SELECT op, count(*), 100.0 * count(*) / sum(count(*)) OVER () FROM step "
         "WHERE round > :round - :last AND round <= :round GROUP BY op ORDER BY 2 DESC, op"),
     "blueprints": Panel("tamiyo", "Which blueprint is never used?", "bars", (

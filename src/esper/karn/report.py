@@ -136,8 +136,7 @@ ARMS: tuple[Column, ...] = (
 CLAIMS: tuple[Column, ...] = (
     ("claim.asked", "asked", escape), ("claim.control", "control", escape), ("claim.n", "n", _count),
     ("claim.difference", "difference, points", _points), ("claim.low claim.high", "95 % interval", _points),
-    ("claim.improvement", "probability of improvement", _share),
-    ("claim.needed", "scenarios needed", _count),
+    ("claim.improvement", "probability of improvement", _share), ("claim.needed", "scenarios needed", _count),
     ("claim.verdict", "verdict", lambda verdict: tag("span", escape(verdict), class_=verdict)),
     ("claim.reason", "reason", escape))
 COSTS: tuple[Column, ...] = (

@@ -174,7 +174,7 @@ def _tables(*panels: str) -> Callable[[Runs], str]:
     def draw(runs: Runs) -> str:
         found = [(name, run.panel(panel)) for panel in panels for name, run in runs.items()]
         parts = [tag("div", tag("h3", escape(name)) if len(runs) > 1 else "", note(table.question),
-                     table_of(table) if table.rows else note("None.")) for name, table in found]
+                     table_of(table) if table.rows else note(table.none)) for name, table in found]
         return tag("div", *parts, class_="pair")
 
     return draw

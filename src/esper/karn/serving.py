@@ -4,12 +4,15 @@
     /api/runs      every run: its name, its state, its facts
     /api/panels    ?run=0&names=hosts,lives&round=7&epoch=3&row=2: what there is to choose, and the tables
     /api/compare   the runs beside each other
-    /api/events    server-sent: a number that rises whenever a store was written
+    /api/events    server-sent: a number that rises whenever a store was written or its trainer came or went
 
-Every request needs the token, from the address or from the cookie that the page sets, and a Host that is an
-IP address, localhost or the name that was asked for: a name that a stranger's DNS controls reads nothing.
+An answer is kept while the files that it is of stay as they are, for a few seconds since ages pass. It has a
+tag; who sends that back is told whether the answer is another one. Every request needs the token, from the
+address or from the cookie that the page sets, and a Host that is an IP address, localhost or the name that
+was asked for: a name that a stranger's DNS controls reads nothing.
 """
 
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -17,6 +20,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,15 +31,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from esper.karn.comparing import compare
 from esper.karn.panels import PAGES, Run, open_run
-from esper.karn.stores import stores_below, written
+from esper.karn.stores import stamp, stores_below, written
 from esper.leyline import EsperError
+from esper.leyline.storage import is_locked
 
 LOCAL = "127.0.0.1"
-PAUSE, BEAT = 0.5, 5.0  # seconds between two looks for news; and between two signs of life to a page
+PAUSE, BEAT = 0.5, 10.0  # seconds between two looks for news; and between two signs of life to a page
+KEPT, HELD = 5.0, 256  # an answer is given again for so many seconds; so many are held
 MOST = 64  # connections at a time, each with a thread; more are closed at once
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 ASSETS = {"/": "index.html"} | {f"/{name}": name for name in (
@@ -58,6 +64,8 @@ class Gallery:
         self._find()
         self.lock, self.news, self.version, self.closed = threading.Lock(), threading.Condition(), 0, False
         self._open: dict[int, Run] = {}
+        self._answers: dict[str, tuple[object, float, bytes]] = {}
+        self._seen = self._marks()
 
     def _find(self) -> None:
         """Those that were begun since come last, so that a run keeps its number."""
@@ -78,18 +86,28 @@ class Gallery:
     def watch(self) -> None:
         """Until it is closed, tell those who wait when anything was written."""
         while not self.closed:
-            changed = self._changed()
+            before, self._seen = self._seen, self._marks()
             with self.news:
-                self.version += changed
+                self.version += before != self._seen
                 self.news.notify_all()
                 self.news.wait_for(lambda: self.closed, PAUSE)
 
-    def _changed(self) -> bool:
-        found = False
-        for number in range(len(self.paths)):
-            with self.lock, suppress(EsperError):
-                found |= self.run(number).changed()
-        return found
+    def _marks(self) -> list[object]:
+        """Others whenever something is written, told by the files alone: SQLite is not asked."""
+        return [(stamp(path), is_locked(path.parent)) for path in self.paths]
+
+    def answer(self, path: str, query: Query) -> bytes:
+        """In JSON, from memory where that is still true."""
+        if path != "/api/panels":
+            with suppress(EsperError):
+                self._find()
+        key, now = f"{path}?{urlencode(sorted(query.items()))}", self._marks()
+        marks, since, body = self._answers.get(key, (None, 0.0, b""))
+        if marks != now or time.monotonic() - since > KEPT:
+            body = json.dumps(_exact(API[path](self, query))).encode()
+            self._answers = self._answers if len(self._answers) < HELD else {}
+            self._answers[key] = now, time.monotonic(), body
+        return body
 
     def events(self) -> Iterator[int]:
         """The version, at once, whenever it rises and every few seconds."""
@@ -109,8 +127,6 @@ class Gallery:
 
     def runs(self, query: Query) -> list[dict[str, Any]]:
         found = []
-        with suppress(EsperError):
-            self._find()
         for number, path in enumerate(self.paths):
             about: dict[str, Any] = {"run": number, "name": path.parent.name, "path": str(path)}
             try:
@@ -125,7 +141,7 @@ class Gallery:
         """Those named, or those of a page."""
         try:
             chosen = {name: int(value) for name, value in query.items()
-                      if name not in ("names", "page", "token")}
+                      if name not in ("names", "page")}
         except ValueError as error:
             raise EsperError(f"a round, an epoch and a row are whole numbers: {error}") from error
         run, names = self.run(chosen.pop("run", 0)), PAGES.get(query.get("page", ""), [])
@@ -135,8 +151,7 @@ class Gallery:
 
     def compare(self, query: Query) -> dict[str, Any]:
         """Those that can be read."""
-        runs = [self.run(about["run"]) for about in self.runs(query) if "broken" not in about]
-        return compare(runs).json()
+        return compare([self.run(each["run"]) for each in self.runs(query) if "broken" not in each]).json()
 
 
 API: Mapping[str, Callable[[Gallery, Query], Any]] = {
@@ -190,14 +205,17 @@ class Handler(BaseHTTPRequestHandler):
     def _json(self, path: str, query: Query) -> None:
         try:
             with self.page.gallery.lock:
-                found = API[path](self.page.gallery, query)
-            status = HTTPStatus.OK
+                body = self.page.gallery.answer(path, {k: v for k, v in query.items() if k != "token"})
+            tag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
+            known = self.headers.get("If-None-Match") == tag
+            status, body = (HTTPStatus.NOT_MODIFIED, b"") if known else (HTTPStatus.OK, body)
+            self._answer("application/json", body, status, ETag=tag)
         except EsperError as error:
-            found, status = {"error": str(error)}, HTTPStatus.BAD_REQUEST
-        self._answer("application/json", json.dumps(_exact(found)).encode(), status)
+            told = json.dumps({"error": str(error)}).encode()
+            self._answer("application/json", told, HTTPStatus.BAD_REQUEST)
 
-    def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
-        self._head(kind, status, {"Content-Length": str(len(body))})
+    def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK, **more: str) -> None:
+        self._head(kind, status, {"Content-Length": str(len(body)), **more})
         self.wfile.write(body)
 
     def _head(self, kind: str, status: HTTPStatus, more: Mapping[str, str]) -> None:

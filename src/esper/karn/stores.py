@@ -35,12 +35,12 @@ def store_of(path: str | Path) -> Path:
 
 
 def stamp(store: Path) -> list[tuple[int, ...]]:
-    """Which file lies there, and when it and its log were written; nothing where there is none."""
+    """Which file lies there, and when it and its log were written; nothing of what is missing or empty."""
     found: list[tuple[int, ...]] = []
     with suppress(OSError):
         for path in (store, f"{store}-wal"):
-            about = os.stat(path)
-            found += [(about.st_dev, about.st_ino), (about.st_mtime_ns, about.st_size)]
+            it = os.stat(path)
+            found += [(it.st_dev, it.st_ino), (it.st_mtime_ns, it.st_size)] if it.st_size else []
     return found
 
 

@@ -1,6 +1,7 @@
 """A run in the terminal: pages of panels and a slider through time, all by keys.
 
 Once a second the store is asked whether anything was written; what is on the screen is queried again then.
+After that it rests, many times as long as the drawing kept the processor.
 """
 
 import time
@@ -24,6 +25,7 @@ from esper.leyline import EsperError
 TABS = (*PAGES, "compare")
 BY_EPOCH = ("population", "host", "rewards")  # where a step in time is an epoch; elsewhere it is a round
 POLL, CLOCK = 1.0, 10  # seconds between questions; questions after which ages are drawn again
+TIMES = 200  # as long as a drawing took is rested
 MARGIN = 4  # columns beside a page
 KEYS = "left right time   up down choose   enter open   l live   ? help   q leave"
 HELP = """\
@@ -63,6 +65,7 @@ class Watch(App[None]):
         self.page = self.before = TABS[0]
         self.moment: tuple[int, int] | None = None  # round and epoch; None follows the run
         self.row = self.picked = self.asked = 0
+        self.drew, self.used, self.due = False, 0.0, 0.0
         self.listed: list[Path] = []  # runs on `compare`
         self.state = ""
         self.keys: dict[str, Callable[[], object]] = {
@@ -86,7 +89,7 @@ class Watch(App[None]):
         yield from (Static(id="time"), Static(id="foot"))
 
     def on_mount(self) -> None:
-        self.set_interval(POLL, partial(self._attempt, self.poll))
+        self.set_interval(POLL, self.tick)
 
     def on_resize(self, event: Resize) -> None:
         self._attempt(self.look)
@@ -109,11 +112,21 @@ class Watch(App[None]):
             told = f"the run store {self.store} is damaged: {error!r}; put back a whole one"
             self._say("foot", Text(told, "bold red"))
 
+    def tick(self) -> None:
+        """What the last drawing cost is known only now, when the screen is drawn too."""
+        now, used = time.monotonic(), time.process_time()
+        if self.drew:
+            self.due, self.drew = now + TIMES * (used - self.used), False
+        self.used = used
+        if now >= self.due:
+            self._attempt(self.poll)
+
     def poll(self) -> None:
         """Draw again if anything was written, if the trainer came or went, and now and then for the clock."""
         known, run = self.seen, self._current()
         self.asked += 1
         if run.changed() or run is not known or run.state() != self.state or self.asked % CLOCK == 0:
+            self.drew = True
             self.look()
 
     def _current(self) -> Run:

@@ -1,42 +1,15 @@
 """Every column of the run store in words: `python -m esper.nissa.glossary > docs/store.md`."""
 
 import math
+from importlib.resources import files
 
 from esper.nissa.registry import INCIDENT, SCHEMA, TABLES
 
-HEAD = """\
-# The run store
-
-One SQLite file per run in WAL mode: one process writes it, and any number read it meanwhile with
-`esper sql`, [panels](panels.md) or any SQLite client. A round is written in one transaction, so a run that is
-killed leaves whole rounds. NULL was not measured.
-
-```sh
-esper sql runs/first "SELECT op, count(*) FROM step GROUP BY op"
-esper sql runs/first "SELECT * FROM seed WHERE round = 3" --rows 100000 --csv > seeds.csv
-```
-
-`esper sql` takes one SELECT. It can change nothing, opens no other file, and stops after `--rows`, after
-`--seconds` and at an answer of 100 MB.
-
-These are the tables of schema {schema} (`PRAGMA user_version`). A store of schema 2 is brought to it when its
-run is resumed, with NULL for what was not measured then; viewers bring a copy in memory. Runs whose facts
-have the same `group` differ in seed alone; facts with a `round` above 0 were noted when the run was resumed.
-
-`esper train --log jsonl:FILE --log tensorboard:FOLDER` tells other tools, as soon as the store has them, the
-figures of every round (`train/return`, which is `round.utility`, `train/entropy`, `train/kl` and the rest)
-and the means of every examination (`eval/gain`, which is `exam.utility`, `eval/heuristic/gain` and the rest).
-The step is the number of rounds that are done; figures that are not finite are left out, and a round that is
-played again after a crash is told again. A tracker of your own is any object with
-`log(step: int, values: Mapping[str, float])`: `Training(config, folder, Tracked(Store(path), [mine]))`, with
-`Tracked` and `Store` of `esper.nissa`.
-
-Made by `python -m esper.nissa.glossary > docs/store.md`."""
-
 
 def glossary() -> str:
-    """All tables as Markdown: `docs/store.md`."""
-    lines = [HEAD.format(schema=SCHEMA)]
+    """All tables as Markdown, under the words of `glossary.md`: `docs/store.md`."""
+    head = (files(__package__) / "glossary.md").read_text("utf-8")
+    lines = [head.rstrip().format(schema=SCHEMA)]
     for table, columns in TABLES.items():
         lines += ["", f"## {table}", "", "| column | what it is | unit | range |", "|---|---|---|---|"]
         for name, metric in columns.items():

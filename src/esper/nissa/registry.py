@@ -68,8 +68,7 @@ TABLES: Mapping[str, Mapping[str, Metric]] = {
     "seed": {
         **_WHERE, "slot": _key("of the host; an empty one has no row"),
         "stage": _text("after the epoch"), "blueprint": _text("of the seed"),
-        "alpha": _share("after the epoch"),
-        "contribution": _score("smooth score that is lost without it"),
+        "alpha": _share("after the epoch"), "contribution": _score("smooth score that is lost without it"),
         "preview": _score("smooth score that it would bring, while it incubates"),
         "error": _score("standard error of the one or the other", low=0)},
     "round": {

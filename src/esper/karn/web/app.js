@@ -1,6 +1,6 @@
 // The page as a whole: what is chosen stands in the address, what is shown follows from it and from the stores.
 
-import { el, records, said } from "./draw.js";
+import { el, records, redraw, said } from "./draw.js";
 import { PAGES, forget, stop } from "./pages.js";
 
 const $ = (id) => document.getElementById(id);
@@ -21,11 +21,17 @@ function go(change) {
   return show();
 }
 
+// What was answered before is not sent again while it is true: then the very same object is the answer.
+const held = new Map();
 async function ask(name, query = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
-  const answer = await fetch(`api/${name}?${new URLSearchParams(given)}`);
+  const url = `api/${name}?${new URLSearchParams(given)}`, before = held.get(url);
+  const answer = await fetch(url, before ? { headers: { "If-None-Match": before.tag } } : {});
+  if (answer.status === 304) return before.body;
   const body = await answer.json().catch(() => ({ error: "The server's answer cannot be read." }));
   if (!answer.ok) throw new Error(body.error ?? answer.statusText);
+  if (held.size > 40) held.clear();
+  held.set(url, { tag: answer.headers.get("ETag"), body });
   return body;
 }
 
@@ -73,34 +79,49 @@ function header(state) {
   document.title = `${run ? run.name : "no run"}: Esper`;
 }
 
-const PAUSE = 5000; // milliseconds between two drawings for news: short rounds must not keep a machine busy
-let stream = null, version = null, waiting = null, drawn = 0;
+// Between two drawings for news pass so many milliseconds, and so many times as long as the last one took: whoever trains here
+// too shall not notice.
+const PAUSE = 8000, TIMES = 200;
+let stream = null, heard = null, drawn = null, waiting = null, due = 0; // versions of the stores, a timer, when it may be set for
 function listen() {
   if (stream || document.hidden) return;
   stream = new EventSource("api/events");
   stream.onopen = () => { $("live").textContent = "● live"; };
   stream.onerror = () => { $("live").textContent = "○ not connected"; };
   stream.onmessage = ({ data }) => {
-    const news = version !== null && data !== version;
-    version = data;
-    if (news) waiting ??= setTimeout(refresh, Math.max(0, drawn + PAUSE - Date.now()), true);
-    else refresh(false);
+    heard = data;
+    drawn ??= heard; // what was drawn first
+    if (heard === drawn) tell();
+    else plan();
   };
 }
-async function refresh(news) {
-  if (news) [waiting, drawn] = [null, Date.now()];
+const plan = () => { waiting ??= setTimeout(follow, Math.max(0, due - performance.now())); };
+async function tell() {
   try {
     runs = await ask("runs");
-    if (news) { forget(); await show(true); } else header(chosen());
+    header(chosen());
   } catch (error) { complain(error); }
 }
+async function follow() {
+  const began = performance.now(), version = heard;
+  await tell();
+  forget();
+  await show(true);
+  await painted();
+  const now = performance.now();
+  [waiting, drawn, due] = [null, version, now + Math.max(PAUSE, TIMES * (now - began))];
+  if (heard !== drawn && !document.hidden) plan();
+}
+const painted = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 1000); });
 function rest() { // a hidden page costs nothing
   if (!document.hidden) return listen();
   stop();
+  clearTimeout(waiting);
   stream?.close();
-  stream = null;
+  stream = waiting = null;
 }
 
+const repaint = () => { redraw(); show(true); };
 function dress(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
 }
@@ -109,12 +130,12 @@ $("theme").addEventListener("click", () => {
     || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
   dress(dark ? "light" : "dark");
   localStorage.setItem("esper theme", document.documentElement.dataset.theme);
-  show(true);
+  repaint();
 });
 $("run").addEventListener("change", (event) => { stop(); go({ run: +event.target.value, round: null, epoch: null, row: null }); });
 addEventListener("hashchange", () => show());
 document.addEventListener("visibilitychange", rest);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show(true));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 dress(localStorage.getItem("esper theme"));
 try { runs = await ask("runs"); } catch (error) { complain(error); }
 await show();

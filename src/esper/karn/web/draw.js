@@ -27,7 +27,7 @@ export function said(value, unit) {
   if (Array.isArray(value)) return value.map((each) => said(each, unit)).join(" ");
   if (typeof value !== "number") return String(value);
   if (unit === "s") return saidTime(value);
-  if (!unit && Number.isInteger(value)) return String(value);
+  if (!unit && unit !== null && Number.isInteger(value)) return String(value); // null: a fraction, though it may be whole
   const small = value !== 0 && Math.abs(value) < 0.01;
   return (unit === "points" && value > 0 ? "+" : "") + (small ? tiny(+value.toPrecision(3)) : two(value));
 }
@@ -39,6 +39,8 @@ function saidTime(seconds) {
   return `${(seconds / size).toFixed(0)} ${unit}`;
 }
 export const words = (name) => name.replaceAll("_", " ");
+const LABELS = { round: "rounds done", age: "since the last round", left: "time left", rate: "pace", gain: "gain of the last round", open: "open incidents",
+  seconds: "time", grown_params: "parameters grown", extra_flops: "extra FLOPs" };
 
 // Rows of a table as objects by column.
 export const records = (table) => table.rows.map((row) => Object.fromEntries(table.columns.map((name, i) => [name, row[i]])));
@@ -61,7 +63,7 @@ export function figures(data) {
   const [record] = records(data);
   if (!record) return nothing();
   const shown = data.columns.filter((name) => !["low", "high"].includes(name));
-  return el("dl", { class: "figures" }, ...shown.map((name) => el("div", {}, el("dt", {}, words(name)), el("dd", {},
+  return el("dl", { class: "figures" }, ...shown.map((name) => el("div", {}, el("dt", {}, LABELS[name] ?? words(name)), el("dd", {},
     withUnit(record[name], data.units[name]), name === "gain" && record.low !== null && record.low !== undefined
       ? el("small", {}, ` ${said(record.low, "points")} to ${said(record.high, "points")}`) : ""))));
 }
@@ -201,7 +203,16 @@ export function legend(hint) {
 }
 
 const RENDERERS = { text: figures, line: lines, bars, table };
-export function card(data, options) {
+// A node is drawn again only for other figures.
+const drawn = new Map();
+export const redraw = () => drawn.clear();
+export function kept(name, figures, draw) {
+  const told = JSON.stringify(figures);
+  if (drawn.get(name)?.told !== told) drawn.set(name, { told, node: draw() });
+  return drawn.get(name).node;
+}
+export const card = (data) => kept(data.question, data, () => newCard(data));
+function newCard(data) {
   const draw = RENDERERS[data.renderer] ?? table;
-  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data, options) : nothing(draw === table ? "None." : undefined));
+  return el("section", { class: `card ${data.renderer}` }, el("h2", {}, data.question), data.rows.length ? draw(data) : nothing(data.none));
 }

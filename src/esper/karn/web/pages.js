@@ -1,10 +1,10 @@
 // The pages: each takes what is chosen and gives a view, a node and perhaps a way to follow a change without being built again.
 
-import { card, el, glyph, legend, lines, network, nothing, records, said, strip, table, withUnit } from "./draw.js";
+import { card, el, glyph, kept, legend, lines, network, nothing, records, said, strip, table, withUnit } from "./draw.js";
 
 const plain = (page, wide) => async ({ state, ask, go }) => {
   const { extent, panels } = await ask("panels", { page, run: state.run, round: state.round });
-  const cards = Object.entries(panels).filter(([name, data]) => data.rows.length || name !== "arms").map(([, data]) => card(data));
+  const cards = Object.values(panels).map((data) => card(data));
   return { node: el("div", {}, wide ? rounds(extent, state, go) : "", el("div", { class: "cards" }, ...cards)) };
 };
 
@@ -33,7 +33,7 @@ async function population(context) {
     if (!frames.has(epoch)) frames.set(epoch, records((await ask("panels", { names: "hosts", run: state.run, round, epoch })).panels.hosts));
     return frames.get(epoch);
   };
-  const tiles = new Map(frames.get(state.epoch ?? epochs).map((host) => [host.row, tile(host.row, slots, () => go({ row: host.row }))]));
+  const tiles = new Map(frames.get(state.epoch ?? epochs).map((host) => [host.row, tileOf(host.row, slots, () => go({ row: host.row }))]));
   const slider = el("input", { id: "epoch", type: "range", min: 1, max: epochs, oninput: (event) => go({ epoch: +event.target.value }) });
   const clock = el("span"), detail = el("aside", { id: "detail" });
   const play = el("button", { id: "play", title: "watch them grow", onclick: () => (player ? stop() : start()) }, "▶ grow");
@@ -46,8 +46,8 @@ async function population(context) {
   const node = el("div", {}, el("div", { class: "controls" }, rounds(extent, state, go),
     el("label", { class: "slider" }, clock, slider, play)), legend("Choose a host to see what grew in it, and why."),
   el("div", { class: "population" }, el("div", { class: "tiles" }, ...[...tiles.values()].map((each) => each.node)), detail),
-  el("section", { class: "card" }, el("h2", {}, first.panels.lives.question), table(first.panels.lives, {
-    show: { slot: (slot) => slots[slot] ?? said(slot) }, onclick: (life) => go({ row: life.row, epoch: life.decided ?? life.born }) })));
+  kept("lives", [slots, first.panels.lives], () => el("section", { class: "card" }, el("h2", {}, first.panels.lives.question), table(first.panels.lives, {
+    show: { slot: (slot) => slots[slot] ?? said(slot) }, onclick: (life) => go({ row: life.row, epoch: life.decided ?? life.born }) }))));
   const update = async (now) => {
     chosen = now;
     const epoch = current();
@@ -61,18 +61,33 @@ async function population(context) {
     if (now.row !== null) await inspect(detail, { ...context, state: now }, extent, hosts.find((host) => host.row === now.row), () => chosen !== now);
   };
   await update(state);
-  return { node, update };
+  const move = (now) => { // what a reader moves is seen to move; news are not, which is cheaper
+    node.classList.add("moving");
+    return update(now);
+  };
+  return { node, update: move };
 }
 
+// Tiles stay from round to round, and change only where their host does.
+const tiled = new Map();
+function tileOf(row, slots, onclick) {
+  const key = JSON.stringify([row, slots]);
+  if (!tiled.has(key)) tiled.set(key, tile(row, slots, onclick));
+  return tiled.get(key);
+}
 function tile(row, slots, onclick) {
   const picture = network(slots, false), gain = el("span"), did = el("b");
   const node = el("button", { class: "tile", "data-row": row, onclick }, el("span", { class: "name" }, el("span", {}, `host ${row} `, did), gain), picture.node);
+  let shown = "";
   const update = (host, chosen, epoch) => {
+    const over = host.done && host.epoch < epoch, told = JSON.stringify([host, chosen, over]);
+    if (told === shown) return;
+    shown = told;
     picture.update(host.stages, host.blueprints, host.alphas);
     gain.textContent = said(host.gain, "points");
     gain.className = host.gain > 0 ? "up" : host.gain < 0 ? "down" : "dim";
     did.textContent = host.op && host.op !== "WAIT" ? glyph(host.op) : "";
-    node.className = `tile${chosen ? " chosen" : ""}${host.done && host.epoch < epoch ? " over" : ""}${host.rollbacks ? " rolled" : ""}`;
+    node.className = `tile${chosen ? " chosen" : ""}${over ? " over" : ""}${host.rollbacks ? " rolled" : ""}`;
     node.title = `scenario ${host.scenario}: score ${withUnit(host.score, "%")}, twin ${withUnit(host.twin, "%")}, ${host.op}${host.rollbacks ? `, rolled back ${host.rollbacks} times` : ""}`;
   };
   return { node, update };
