@@ -166,7 +166,7 @@ def run(options: Prove, console: Console) -> int:
                 tuned = _tuned(options, env, most, say, workers)
                 proof = prove(env, candidates, tuned, config, store, say, workers)
             else:
-                court = _universal(options, universe, env, most, say)
+                court = _universal(options, universe, env, most, say, workers)
                 proof = prove_universe(court, candidates, config, store, say, workers)
     console.print(_table(proof))
     facts = _facts(options, env.family.name if universe is None else universe.name, proof)
@@ -235,14 +235,11 @@ def _tuned(options: Prove, env: EnvConfig, episodes: int, say: Callable[[str], o
 
 
 def _universal(options: Prove, universe: Universe, env: EnvConfig, episodes: int,
-               say: Callable[[str], object]) -> Universal:
+               say: Callable[[str], object], workers: Workers) -> Universal:
     """Plans and controls of every kind of host that were tuned in this folder before, or are now. Each kind
     has its share of the episodes: as often as training meets it."""
     def env_of(family: Family) -> EnvConfig:
         return replace(env, family=family, spec=None)  # type: ignore[arg-type]
-
-    def told(what: str, done: int, total: int) -> object:
-        return say(f"tuning {what}: {done:,} of {total:,} episodes")
 
     path, tables = options.out / "controls.json", dict[str, PlanTable]()
     controls = Controls.load(path) if path.exists() else Controls(universe.name)
@@ -255,7 +252,7 @@ def _universal(options: Prove, universe: Universe, env: EnvConfig, episodes: int
             save_table(kept, survey_all(env_of, mine, count, watch=say))
         tables[kind] = load_table(kept)
         if kind not in controls.kinds:
-            found = tune_kind(env_of, mine, tables[kind], asked, watch=told)
+            found = tune_kind(env_of, mine, tables[kind], asked, watch=say, workers=workers)
             controls = replace(controls, kinds=controls.kinds | {kind: found})
             controls.save(path)
     return Universal(universe, env_of, controls, tables)

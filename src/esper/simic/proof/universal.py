@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,21 +147,34 @@ class Controls:
 
 
 def tune_kind(env_of: EnvOf, families: Sequence[Family], table: PlanTable, episodes: int,
-              make: MakeEnv = MorphogeneticEnv, watch: baselines.Watch = silent) -> KindControls:
-    """Every control gets at least so many episodes; plans had those of their table."""
+              make: MakeEnv = MorphogeneticEnv, watch: Callable[[str], object] = silent,
+              workers: Workers | None = None) -> KindControls:
+    """Every control gets at least so many episodes, each in a call for the workers; plans had those of their
+    table."""
     family, evaluators = families[0], [Evaluator(env_of(each), make=make) for each in families]
     few, used = shortlist(table, family), table.runs.shape[0] * table.runs.shape[1]
     found, grid = identify(table, price_pairs(family)), 4 * len(family.kinds) * len(family.horizons)
     some = evaluators[:: max(1, len(evaluators) * grid * len(few) // max(episodes, 1))]  # all of a grid each
-    portfolio = choose_plans(*play_table(some, few, episodes, ROWS, watch))
-    triggers = {name: baselines.tune_trigger(evaluators, name, episodes, ROWS, watch) for name in TRIGGERS}
-    greedy, looked = baselines.tune_greedy(evaluators, episodes, ROWS, watch)
-    spent = dict.fromkeys((*LEVELS, IDENTIFY), used) | {name: each[1] for name, each in triggers.items()}
+    calls: dict[str, Callable[[], Any]] = {
+        name: functools.partial(baselines.tune_trigger, evaluators, name, episodes, ROWS, silent)
+        for name in TRIGGERS}
+    calls[baselines.GREEDY] = functools.partial(baselines.tune_greedy, evaluators, episodes, ROWS, silent)
+    calls[baselines.BEST_OF] = functools.partial(_portfolio, some, few, episodes)
+    done: dict[str, Any] = {}
+    for each in (workers or Workers()).run(calls):
+        done[each.name] = each.value
+        watch(f"tuned {each.name}, {len(done)} of {len(calls)}")
+    portfolio, greedy = done[baselines.BEST_OF], done[baselines.GREEDY]
+    spent = dict.fromkeys((*LEVELS, IDENTIFY), used) | {name: done[name][1] for name in TRIGGERS}
     spent |= dict.fromkeys((baselines.BEST_OF, baselines.HALVING), used + portfolio.episodes)
     return KindControls(table.plans[best(table, price_pairs(family))], by_condition(table, family), few,
                         (found.watched, found.width, found.ridge), portfolio,
-                        {name: each[0] for name, each in triggers.items()}, greedy,
-                        spent | {baselines.GREEDY: looked})
+                        {name: done[name][0] for name in TRIGGERS}, greedy[0],
+                        spent | {baselines.GREEDY: greedy[1]})
+
+
+def _portfolio(evaluators: Sequence[Evaluator], plans: Sequence[Plan], episodes: int) -> Portfolio:
+    return choose_plans(*play_table(evaluators, plans, episodes, ROWS, silent))
 
 
 @dataclass(frozen=True)
