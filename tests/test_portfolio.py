@@ -10,6 +10,7 @@ import torch
 from experiments.orchard import FAMILY, Gardener, Orchard, optimum
 from hypothesis import given, settings, strategies as st
 
+from esper.kasmina import Host
 from esper.leyline import EsperError
 from esper.simic.proof.baselines import Tuned, play_plans
 from esper.simic.proof.evaluator import Evaluator
@@ -27,10 +28,11 @@ from esper.simic.proof.portfolio import (
     play_best_of,
     play_halving,
     play_table,
+    play_widths,
 )
 from esper.simic.proof.sweep import halves
 from esper.tamiyo import Wait
-from esper.tolaria import EnvConfig, MorphogeneticEnv
+from esper.tolaria import EnvConfig, Kind, MorphogeneticEnv
 from tests.workshop import toy_data, toy_family
 
 NOTHING, BOTH, GLU, PAIR = Plan((None, None)), Plan(("low_rank", "norm")), Plan((None, "glu")), Plan(("norm", "glu"))
@@ -191,3 +193,17 @@ def test_controls_of_an_older_file_say_what_to_do() -> None:
 def test_plans_side_by_side_survive_a_file(found: Portfolio, tmp_path: Path) -> None:
     Tuned("orchard", "", {}, portfolio=found).save(tmp_path / "controls.json")
     assert Tuned.load(tmp_path / "controls.json").portfolio == found
+
+
+def test_static_widths_are_halved_within_the_budget() -> None:
+    """Without any, the host itself is trained; with much, the widths that pay; never more than there is."""
+    family = toy_family(host=Host("mlp", widths=(3, 3)), horizons=(6, 8), prices=(0.0,), kinds=(Kind("plain"),))
+    evaluator, drawn = Evaluator(family, make=on_toy_data), family.scenarios(12)
+    bare, none = evaluator.play(Wait(), drawn), play_widths(evaluator, torch.zeros(12), drawn)
+    assert torch.equal(none.delivered.score, bare.delivered.score)
+    assert torch.equal(none.spent, torch.zeros(12))
+    for budget in (0.3, 1.0, 20.0):
+        done = play_widths(evaluator, torch.full((12,), budget), drawn)
+        assert bool((done.spent <= budget + 1e-6).all())
+    assert float(done.params.float().mean()) > 0, "three units are few: wider hosts win"
+    assert float(done.delivered.score.mean()) > float(bare.delivered.score.mean()) + 0.05

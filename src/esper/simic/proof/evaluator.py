@@ -17,6 +17,10 @@ WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Shares by which a static host may be wider; the smallest that has the parameters asked for is taken."""
 
 
+def widened(host: Host, share: float) -> Host:
+    return replace(host, widths=tuple(math.ceil(width * share) for width in host.widths))
+
+
 def _ends(env: MorphogeneticEnv, done: Episodes) -> Tensor:
     return torch.stack([done.delivered.score, done.params.float(), done.spent], 1)
 
@@ -83,12 +87,12 @@ class Evaluator:
     def wider(self, params: Tensor, scenarios: Scenarios) -> Episodes:
         """Static hosts with at least so many more parameters [n], charged for these; NaN where none has."""
         base = self.family.host
-        hosts = [replace(base, widths=tuple(math.ceil(w * share) for w in base.widths)) for share in WIDTHS]
+        hosts = [widened(base, share) for share in WIDTHS]
         extra = torch.tensor([host.cost.params - base.cost.params for host in hosts])
         choice = (extra[None] < params[:, None]).sum(1)
         taken = choice.clamp(max=len(hosts) - 1)
         rows = {number: (taken == number).nonzero().flatten() for number in taken.unique().tolist()}
-        parts = [self._wide(hosts[number], scenarios.take(mine)) for number, mine in rows.items()]
+        parts = [self.static(hosts[number], scenarios.take(mine)) for number, mine in rows.items()]
         order = torch.cat(list(rows.values())).argsort()
         columns = ((part.flops, part.spent, part.blueprint, *vars(part.delivered).values()) for part in parts)
         flops, spent, blueprint, *scores = (torch.cat(each)[order] for each in zip(*columns, strict=True))
@@ -97,7 +101,8 @@ class Evaluator:
                        moves=(), blueprint=blueprint, delivered=delivered,
                        actions=torch.empty(0, len(scenarios), 0))
 
-    def _wide(self, host: Host, scenarios: Scenarios) -> Episodes:
+    def static(self, host: Host, scenarios: Scenarios) -> Episodes:
+        """Another host in place of the family's, without growth."""
         config = replace(self.config, previews=None, family=replace(self.family, host=host))
         done = self._finish(self.make(config, len(scenarios)), Wait(), scenarios)
         return replace(done, spent=(1 + done.spent) * host.cost.flops / self.family.host.cost.flops - 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from esper.leyline import EsperError, LifecycleOp
-from esper.simic.proof.evaluator import Evaluator
+from esper.simic.proof.evaluator import Evaluator, widened
 from esper.simic.proof.plans import Plan, Survey, Watch, played
 from esper.simic.proof.sweep import conditions, halves, prices_of
 from esper.tamiyo import Wait
@@ -26,6 +26,7 @@ from esper.tolaria import Episodes, MorphogeneticEnv, Scenarios, Scores
 MOST = 4  # plans side by side
 BUDGETS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 3.0)  # extra FLOPs that halving is tuned for
 RUNGS = (0.25, 0.5)  # shares of the horizon at which halving may look first
+STATIC = (1.0, 1.25, 1.5, 2.0, 3.0)  # widths of static hosts that are halved
 START, FOLDS = 1 << 20, 2  # the first init: none that a search saw
 
 
@@ -297,3 +298,23 @@ def play_halving(evaluator: Evaluator, found: Portfolio | None, budget: Tensor, 
     parts.append(evaluator.play(Wait(), drawn))
     return replace(picked(parts, np.where(choice < 0, len(parts) - 1, choice)),
                    spent=torch.from_numpy(paid).float())
+
+
+def play_widths(evaluator: Evaluator, budget: Tensor, drawn: Scenarios) -> Episodes:
+    """Static hosts of several widths, halved within extra FLOPs [N]: what people do who do not grow. They are
+    charged for parameters beyond the host's."""
+    base, rows = evaluator.family.host, len(drawn)
+    hosts = [widened(base, share) for share in STATIC]
+    parts = [replace(each, params=torch.full((rows,), host.cost.params - base.cost.params))
+             for host, each in ((host, evaluator.static(host, drawn)) for host in hosts)]
+    clock = torch.arange(1, int(drawn.horizon.max()) + 1).expand(rows, len(hosts), -1)
+    dearer = torch.tensor([host.cost.flops / base.cost.flops - 1 for host in hosts])[:, None]
+    spent = dearer * (clock / drawn.horizon[:, None, None]).clamp(max=1)
+    shown = torch.stack([part.measured["all_on.score"].T for part in parts], 1)
+    params = torch.stack([part.params for part in parts], 1)
+    columns = (torch.zeros(rows), torch.arange(rows), drawn.price, drawn.flop_price, drawn.horizon,
+               torch.zeros(rows, len(hosts), 2), params, shown, spent)
+    table = Table(*(column.numpy() for column in columns))
+    choice, paid = halve(table, np.ones((rows, len(hosts)), bool), np.full(rows, RUNGS[0]),
+                         budget.double().numpy())
+    return replace(picked(parts, choice), spent=torch.from_numpy(paid).float())

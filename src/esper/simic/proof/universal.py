@@ -23,7 +23,7 @@ from esper.simic.proof.baselines import IDENTIFY, LEVELS, Tuned, family_digest
 from esper.simic.proof.claims import UNIVERSE, judge, pooled
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan
-from esper.simic.proof.portfolio import Portfolio, choose_plans, play_table
+from esper.simic.proof.portfolio import Portfolio, choose_plans, play_table, play_widths
 from esper.simic.proof.proving import (
     PILOT,
     POOLED,
@@ -188,6 +188,11 @@ class UniverseSet(EvaluationSet):
         del plays["best rule"]  # it knows kinds of damage
         plays[IDENTIFY] = lambda: evaluator.play(Identified(self.regression), self.scenarios)
         return plays
+
+    def _own(self, evaluator: Evaluator, mind: Contestant) -> Playing:
+        plays = super()._own(evaluator, mind)
+        budget = functools.cache(lambda: plays["learned"]().spent)
+        return plays | {"static widths, halved": lambda: play_widths(evaluator, budget(), self.scenarios)}
 
 
 @dataclass(frozen=True)
