@@ -12,6 +12,7 @@ from esper.kasmina import Host
 from esper.leyline import ActionSpec, EsperError
 from esper.leyline.codec import from_dict, to_dict
 from esper.nissa import Store, read
+from esper.simic.proof import universal
 from esper.simic.proof.claims import UNIVERSE as RULES
 from esper.simic.proof.plans import Plan
 from esper.simic.proof.proving import Contestant, ProofConfig
@@ -87,6 +88,15 @@ def table() -> PlanTable:
     runs[..., 0] = [0.5, 0.6, 0.4]
     runs[:, 1, 1] = 500 / FLAT.host.cost.params
     return PlanTable(plans, np.array([0, 0, 1, 1]), np.full(4, 6), np.zeros((4, 3, 2)), runs)
+
+
+def test_families_of_a_survey_meet_different_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn by a number is the same in every family: alike numbers would leave out whole conditions."""
+    met: list[int] = []
+    monkeypatch.setattr(universal, "survey", lambda evaluator, plans, drawn, number, rows: (
+        met.extend(drawn.key.tolist()), table())[1])
+    survey_all(EnvConfig, UNIVERSE.training, 3, make=toys)
+    assert len(set(met)) == 6
 
 
 def test_the_best_plan_follows_the_price() -> None:

@@ -90,8 +90,8 @@ def price_pairs(family: Family) -> list[Prices]:
 
 
 def best(table: PlanTable, prices: Sequence[Prices], rows: np.ndarray | None = None) -> int:
-    """The plan that is best on average, over these runs and prices."""
-    mine = np.ones(len(table.group), bool) if rows is None else rows
+    """The plan that is best on average, over these runs and prices; of no runs, over all."""
+    mine = np.ones(len(table.group), bool) if rows is None or not rows.any() else rows
     return int(np.mean([table.utility(pair)[mine].mean(0) for pair in prices], 0).argmax())
 
 

@@ -83,13 +83,15 @@ def source_numbers(families: Sequence[Family]) -> list[int]:
 def survey_all(env_of: EnvOf, families: Sequence[Family], count: int, split: str = "train", start: int = 0,
                plans: Sequence[Plan] = (), make: MakeEnv = MorphogeneticEnv,
                watch: Callable[[str], object] = silent) -> PlanTable:
-    """Plans (all there are, by default) on so many scenarios of every family."""
-    parts = []
+    """Plans (all there are, by default) on so many scenarios of every family, no two of them with the same
+    number: what is drawn by a number is the same in every family."""
+    parts: list[PlanTable] = []
     for family, number in zip(families, source_numbers(families), strict=True):
         evaluator = Evaluator(env_of(family), make=make)
         some = plans or plans_for(evaluator.config.spec)
         rows = -(-len(some) * count // 2)  # two batches: short episodes, then long ones
-        parts.append(survey(evaluator, some, family.scenarios(count, split, start), number, rows))
+        first = start + len(parts) * count
+        parts.append(survey(evaluator, some, family.scenarios(count, split, first), number, rows))
         watch(f"{len(parts)} of {len(families)}: {family.name}")
     return PlanTable.joined(parts)
 
