@@ -7,6 +7,7 @@ source as often as any other, series twice as often as vectors. Of a validation 
 hosts of one size; a hash of names chooses both.
 """
 
+import argparse
 import json
 from pathlib import Path
 
@@ -32,12 +33,16 @@ def families() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     lines = ['name = "small"', ""]
     made = families()
     for split, names in made.items():
         lines += [f"{split} = [", *(f'  "{name}",' for name in names), "]", ""]
     lines += ["# How often each training family is met: sources alike, series twice as often as vectors.",
               f"weights = [{', '.join(f'{weight:.4f}' for weight in made['training'].values())}]", ""]
+    sources = {task: source["name"] for source in json.loads(LIST.read_text())["sources"] for member in source["members"]
+               for task in member["tasks"]}
+    lines += ["[sources]", *(f'{task} = "{source}"' for task, source in sources.items()), ""]
     atomic_write(Path(LIST).parent / "small.toml", "\n".join(lines))
 
 

@@ -26,7 +26,8 @@ def table_of(kind: str, count: int, path: Path) -> tuple[PlanTable, list[tuple[f
     universe = find_universe(FOLDER / "small.toml")
     families = [family for family in universe.training if family.host.kind == kind]
     if not path.exists():
-        save_table(path, survey_all(EnvConfig, families, count, watch=functools.partial(print, flush=True)))
+        sources = universe.source_of(families)
+        save_table(path, survey_all(EnvConfig, families, sources, count, watch=functools.partial(print, flush=True)))
     return load_table(path), price_pairs(families[0])
 
 

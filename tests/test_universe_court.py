@@ -40,7 +40,7 @@ CONTESTANTS = [Contestant("waits", lambda spec: Wait(), 0), Contestant("guesses"
 
 @pytest.fixture(scope="module")
 def court() -> Universal:
-    table = survey_all(EnvConfig, UNIVERSE.training, 2, make=toys)
+    table = survey_all(EnvConfig, UNIVERSE.training, ["a", "b"], 2, make=toys)
     found = tune_kind(EnvConfig, UNIVERSE.training, table, 40, make=toys)
     return Universal(UNIVERSE, EnvConfig, Controls("toys", {"mlp": found}), {"mlp": table}, toys)
 
@@ -95,7 +95,7 @@ def test_families_of_a_survey_meet_different_scenarios(monkeypatch: pytest.Monke
     met: list[int] = []
     monkeypatch.setattr(universal, "survey", lambda evaluator, plans, drawn, number, rows: (
         met.extend(drawn.key.tolist()), table())[1])
-    survey_all(EnvConfig, UNIVERSE.training, 3, make=toys)
+    survey_all(EnvConfig, UNIVERSE.training, ["a", "b"], 3, make=toys)
     assert len(set(met)) == 6
 
 

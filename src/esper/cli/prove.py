@@ -252,7 +252,7 @@ def _universal(options: Prove, universe: Universe, env: EnvConfig, episodes: int
         if not kept.exists():
             plans = len(plans_for(env_of(mine[0]).spec))
             count = max(2, -(-asked // (plans * len(mine))))  # scenarios of each: one chooses, one scores
-            save_table(kept, survey_all(env_of, mine, count, watch=say))
+            save_table(kept, survey_all(env_of, mine, universe.source_of(mine), count, watch=say))
         tables[kind] = load_table(kept)
         if kind not in controls.kinds:
             found = tune_kind(env_of, mine, tables[kind], asked, watch=say, workers=workers)

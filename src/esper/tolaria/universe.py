@@ -5,8 +5,8 @@ Families of ordinary hosts are made of tasks; whole data sets are held out: no t
 
 import itertools
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -39,6 +39,8 @@ class Universe:
     test: tuple[Family, ...] = ()
     weights: tuple[float, ...] = ()
     """How often each training family is met, relative to the others; empty: all alike."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """task -> where its data comes from. Tasks that are not listed are sources of their own."""
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -52,12 +54,16 @@ class Universe:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield f"has two families called {twice[0]!r}"
         for one, other in itertools.combinations(parts, 2):
-            if shared := {f.task for f in parts[one]} & {f.task for f in parts[other]}:
-                yield f"has the task {min(shared)!r} both in {one} and in {other}; hold out whole data sets"
+            if shared := set(self.source_of(parts[one])) & set(self.source_of(parts[other])):
+                yield f"has data of {min(shared)!r} both in {one} and in {other}; hold out whole data sets"
         if self.weights and (len(self.weights) != len(self.training) or min(self.weights) < 0
                              or not sum(self.weights) > 0):
             yield (f"has {len(self.weights)} weights for {len(self.training)} training families, "
                    "or none above 0")
+
+    def source_of(self, families: Sequence[Family]) -> list[str]:
+        """Where the data of each comes from: what a proof generalises over."""
+        return [self.sources.get(family.task, family.task) for family in families]
 
     @property
     def kinds(self) -> dict[str, float]:

@@ -22,7 +22,8 @@ from esper.tolaria import Family, Scenarios
 
 STARTS = (0, 2)  # epochs at which plans begin
 WATCHED = (0, 1, 2)  # epochs that a regression may watch before it chooses
-WIDTHS, RIDGES = (2.0, 4.0, 8.0), (0.1, 1.0, 10.0)  # of its kernel, in spreads; and how much it is smoothed
+WIDTHS, RIDGES = (1.0, 2.0, 4.0), (0.1, 1.0, 10.0, 100.0)  # of its kernel; and how much it is smoothed
+MOST = 0.1  # of score that a plan's gain counts: one data set must not decide for all
 EYE = EYES["universal"].spec
 Prices = tuple[float, float]
 """Points for as many parameters, and for as many FLOPs of training, as the host has."""
@@ -50,6 +51,12 @@ class PlanTable(NamedTuple):
     def joined(parts: Sequence["PlanTable"]) -> "PlanTable":
         columns = zip(*(part[1:] for part in parts), strict=True)
         return PlanTable(parts[0].plans, *(np.concatenate(column) for column in columns))
+
+    def steady(self) -> "PlanTable":
+        """To choose by: no gain over no growth, the first plan, counts more than `MOST`."""
+        runs, bare = self.runs.copy(), self.runs[:, :1, 0]
+        runs[..., 0] = bare + (runs[..., 0] - bare).clip(-MOST, MOST)
+        return self._replace(runs=runs)
 
     def utility(self, prices: Prices) -> np.ndarray:
         """[K, P]."""
@@ -92,7 +99,8 @@ def price_pairs(family: Family) -> list[Prices]:
 def best(table: PlanTable, prices: Sequence[Prices], rows: np.ndarray | None = None) -> int:
     """The plan that is best on average, over these runs and prices; of no runs, over all."""
     mine = np.ones(len(table.group), bool) if rows is None or not rows.any() else rows
-    return int(np.mean([table.utility(pair)[mine].mean(0) for pair in prices], 0).argmax())
+    steady = table.steady()
+    return int(np.mean([steady.utility(pair)[mine].mean(0) for pair in prices], 0).argmax())
 
 
 def _halves(table: PlanTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -164,7 +172,8 @@ def fit(table: PlanTable, watched: int, width: float, ridge: float,
     allowed, seen = _allowed(table, watched), table.seen[mine, watched]
     centre, spread = seen.mean(0), seen.std(0)
     spread[spread < 1e-6] = np.inf  # what never differs says nothing
-    outcome = table.runs[mine][:, allowed] - table.runs[mine][:, :1]  # above no growth
+    runs = table.steady().runs[mine]
+    outcome = runs[:, allowed] - runs[:, :1]  # above no growth
     flat = outcome.reshape(len(seen), -1)
     known, mean = (seen - centre) / spread, flat.mean(0)
     dual = np.linalg.solve(_kernel(known, known, width) + ridge * np.eye(len(known)), flat - mean)

@@ -74,24 +74,19 @@ def load_table(path: Path) -> PlanTable:
         return PlanTable(plans, *(tensors[name].numpy() for name in _COLUMNS))
 
 
-def source_numbers(families: Sequence[Family]) -> list[int]:
-    """Families on one task's data share a number, other views of it too: TASK-s and TASK-v are one."""
-    names = [family.task.removesuffix("-s").removesuffix("-v") for family in families]
-    return [names.index(name) for name in names]
-
-
-def survey_all(env_of: EnvOf, families: Sequence[Family], count: int, split: str = "train", start: int = 0,
-               plans: Sequence[Plan] = (), make: MakeEnv = MorphogeneticEnv,
-               watch: Callable[[str], object] = silent) -> PlanTable:
+def survey_all(env_of: EnvOf, families: Sequence[Family], sources: Sequence[str], count: int,
+               split: str = "train", start: int = 0, plans: Sequence[Plan] = (),
+               make: MakeEnv = MorphogeneticEnv, watch: Callable[[str], object] = silent) -> PlanTable:
     """Plans (all there are, by default) on so many scenarios of every family, no two of them with the same
     number: what is drawn by a number is the same in every family."""
     parts: list[PlanTable] = []
-    for family, number in zip(families, source_numbers(families), strict=True):
+    for family, source in zip(families, sources, strict=True):
         evaluator = Evaluator(env_of(family), make=make)
         some = plans or plans_for(evaluator.config.spec)
         rows = -(-len(some) * count // 2)  # two batches: short episodes, then long ones
         first = start + len(parts) * count
-        parts.append(survey(evaluator, some, family.scenarios(count, split, first), number, rows))
+        parts.append(survey(evaluator, some, family.scenarios(count, split, first),
+                            sources.index(source), rows))
         watch(f"{len(parts)} of {len(families)}: {family.name}")
     return PlanTable.joined(parts)
 
@@ -210,7 +205,7 @@ class Universal:
     def set_of(self, family: Family, split: str, first: int, count: int, why: str = "") -> UniverseSet:
         """Scenarios of a family; with a reason why, its test split is opened."""
         mine, env = self.controls.kinds[family.host.kind], self.env_of(family)
-        own = survey_all(self.env_of, [family], OWN, "validation", SPARE, mine.few, self.make)
+        own = survey_all(self.env_of, [family], [family.task], OWN, "validation", SPARE, mine.few, self.make)
         held = open_test(family.task, ProofKey(why)) if why else None
         return UniverseSet(env, held, mine.tuned(family, by_condition(own, family)),
                            family.scenarios(count, split, first), self.make,
@@ -228,9 +223,10 @@ class Universal:
         for each in workers.run(calls):
             done[each.name] = each.value
             watch(f"{len(done)} of {len(calls)} parts")
+        sources = self.universe.source_of(families)
         return ProofResults([
-            Part(each.scenarios, {one: done[f"{name}, {one}"] for one in who}, name, source)
-            for (name, each), source in zip(sets.items(), source_numbers(families), strict=True)])
+            Part(each.scenarios, {one: done[f"{name}, {one}"] for one in who}, name, sources.index(source))
+            for (name, each), source in zip(sets.items(), sources, strict=True)])
 
 
 def prove_universe(court_of: Universal, contestants: Sequence[Contestant], config: ProofConfig,
