@@ -256,6 +256,7 @@ def test_one_data_set_does_not_decide_for_all() -> None:
     lucky = table._replace(runs=runs)
     assert lucky.utility((0.0, 0.0)).mean(0).argmax() == 1
     assert best(lucky, [(0.0, 0.0)]) == 2
+    assert best(lucky, [(0.0, 0.0)], table.group == 0) == 1, "for itself it does"
 
 
 def test_tables_are_kept(tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def price_pairs(family: Family) -> list[Prices]:
 def best(table: PlanTable, prices: Sequence[Prices], rows: np.ndarray | None = None) -> int:
     """The plan that is best on average, over these runs and prices; of no runs, over all."""
     mine = np.ones(len(table.group), bool) if rows is None or not rows.any() else rows
-    steady = table.steady()
-    return int(np.mean([steady.utility(pair)[mine].mean(0) for pair in prices], 0).argmax())
+    chosen_by = table.steady() if len(np.unique(table.group[mine])) > 1 else table
+    return int(np.mean([chosen_by.utility(pair)[mine].mean(0) for pair in prices], 0).argmax())
 
 
 def _halves(table: PlanTable, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
