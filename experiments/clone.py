@@ -3,8 +3,8 @@
     python -m experiments.clone runs/universe-0 --seed 0
     esper train --out runs/universe-0 --resume
 
-The teacher is fitted on the outcomes of plans that `python -m experiments.universe_gap` keeps, so these episodes count as the
-controller's, too.
+The teacher is fitted on the outcomes of plans that `python -m experiments.universe_gap` keeps. A run's store counts neither these episodes
+nor the teacher's: say so beside its results.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from esper.leyline.codec import to_dict
 from esper.simic.cloning import clone, demonstrate
 from esper.simic.config import TrainConfig
 from esper.simic.proof.surveyed import Identified, Regression, identify, price_pairs
-from esper.simic.proof.universal import load_table
+from esper.simic.proof.universal import digest_of, load_table
 from esper.simic.shards import make_world
 from esper.simic.training import CHECKPOINT
 from esper.tolaria import MorphogeneticEnv
@@ -35,7 +35,8 @@ def teachers(config: TrainConfig) -> dict[str, Regression]:
     found = {}
     for family in config.universe.training:
         if family.host.kind not in found:
-            table = load_table(FOLDER / f"plans-{family.host.kind}.safetensors")
+            mine = [each for each in config.universe.training if each.host.kind == family.host.kind]
+            table = load_table(FOLDER / f"plans-{family.host.kind}.safetensors", digest_of(mine))
             found[family.host.kind] = identify(table, price_pairs(family), print)
     return found
 
@@ -47,6 +48,8 @@ def main() -> None:
     arguments.add_argument("--scenarios", type=int, nargs=2, default=(24, 8), help="of each conv1d and of each mlp family")
     arguments.add_argument("--passes", type=int, default=30)
     options = arguments.parse_args()
+    if (options.out / CHECKPOINT).exists():
+        raise SystemExit(f"{options.out} holds a run already; choose another folder")
     torch.set_num_threads(1)
     config = resolve_config(Train(options.out, universe=FOLDER / "small.toml", preset="cpu", config=FOLDER / "train.toml",
                                   seed=options.seed))
@@ -55,7 +58,8 @@ def main() -> None:
     counts = dict(zip(("conv1d", "mlp"), options.scenarios, strict=True))
     for family in config.universe.training:
         world = make_world(config.env_of(family), counts[family.host.kind], config.reward, config.score, MorphogeneticEnv)
-        scenarios = family.scenarios(world.env.rows, "train", FIRST * (1 + options.seed))
+        first = FIRST * (1 + options.seed) + sum(lesson.valid.shape[1] for lesson in lessons)
+        scenarios = family.scenarios(world.env.rows, "train", first)
         lessons.append(demonstrate(agent, world, Identified(chosen[family.host.kind]), scenarios))
     gain = torch.cat([lesson.returns[0] for lesson in lessons])
     print(f"the teacher: {100 * gain.mean():+.2f} points above no growth in {len(gain)} episodes, {time.perf_counter() - began:.0f} s")

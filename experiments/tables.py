@@ -181,6 +181,48 @@ def zero_shot() -> str:
     return table(head, rows)
 
 
+UNIVERSE_ARMS = ("no growth", "random", "heuristic", "periodic", "converged", "gap", "best fixed", "best per visible condition",
+                 "identify, then plan", "best of K", "halving over plans", "preview-greedy", "learned", "shuffled", "oracle",
+                 "from scratch, equal epochs", "from scratch, equal FLOPs", "wider host", "static widths, halved")
+UNIVERSE_ASKED = {"beats": "beat it", "matches": "lose by less than 0.3 points", "half": "reach it", "reported": "nothing"}
+
+
+def universe_claims() -> str:
+    proof = read("experiments/proof/universe/proof.json")
+    asked = {claim["control"]: claim["asked"] for claim in each_claim(proof)}
+    rows = []
+    for control, ask in asked.items():
+        mine = [claim for claim in each_claim(proof) if claim["control"] == control]
+        (together,) = (claim for claim in proof["claims"] if claim["control"] == control and claim["controller"] == "pooled")
+        held = sum(claim["verdict"] == "holds" for claim in mine)
+        name = control.replace(" and oracle", ", half way to oracle") if ask == "half" else control
+        rows.append([name, UNIVERSE_ASKED[ask], claimed(together), claimed(least(proof, control)),
+                     "" if ask == "reported" else f"{held} of {len(mine)}"])
+    return table(["control", "a controller must", "mean of three", "least controller", "hold"], rows)
+
+
+def universe_arms() -> str:
+    arms = pooled(read("experiments/proof/universe/proof.json"))
+    rows = ([arm, f"{100 * row['gain']:+.2f}", f"{100 * row['score']:.1f} %", f"{row['params']:,.0f}", f"{row['flops']:.2f}",
+             f"{row['episodes']:,}" if row["episodes"] else ""] for arm in UNIVERSE_ARMS for row in (arms[arm],))
+    return table(["arm", "points above no growth", "accuracy", "grown parameters", "FLOPs", "episodes to tune or train"], rows)
+
+
+def universe_sources() -> str:
+    found = read("experiments/results/universe_by_source.json")["families"]
+    names = [name for name in next(iter(found.values())) if name != "FLOPs"]
+    rows = ([f"`{family}`", *(f"{row[name]:+.1f}" for name in names), f"{row['FLOPs']:.2f}"] for family, row in found.items())
+    return table(["test family", *("controller" if name == "learned" else name for name in names), "FLOPs of the controller"], rows)
+
+
+def universe_levels() -> str:
+    found = read("experiments/results/universe_gap.json")
+    names = list(found["conv1d"]["levels"])
+    rows = [[name, *(interval(*(found[kind]["levels"][name][part] for part in ("points", "low", "high"))) for kind in ("conv1d", "mlp"))]
+            for name in names]
+    return table(["plans chosen", "conv1d hosts, 9 sources", "mlp hosts, 27 sources"], rows)
+
+
 LEVELS = {
     "no growth": "no growth", "random choice": "random", "best fixed": "best fixed",
     "best fixed per visible condition": "per price and horizon",

@@ -22,7 +22,7 @@ def gains(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], lis
     """(arm -> utility above no growth [n], arm -> FLOPs [n], family of each scenario), means over controllers."""
     rows = read(path, "SELECT arm, scenario, avg(utility), avg(flops), min(kind) FROM arm GROUP BY arm, scenario ORDER BY scenario")
     arms = dict.fromkeys(row[0] for row in rows)
-    worth = {arm: np.array([row[2] for row in rows if row[0] == arm]) for arm in arms}
+    worth = {arm: np.array([np.nan if row[2] is None else row[2] for row in rows if row[0] == arm]) for arm in arms}
     flops = {arm: np.array([row[3] for row in rows if row[0] == arm]) for arm in arms}
     families = [row[4].partition(": ")[0] for row in rows if row[0] == "no growth"]
     return {arm: each - worth["no growth"] for arm, each in worth.items()}, flops, families
@@ -38,10 +38,10 @@ def main() -> None:
     print(f"| family | {' | '.join(SHOWN)} | FLOPs |\n|---|{'---|' * (len(SHOWN) + 1)}")
     for number, family in enumerate(dict.fromkeys(families)):
         mine = place == number
-        table[family] = {arm: 100 * float(worth[arm][mine].mean()) for arm in SHOWN} | {"FLOPs": float(flops["learned"][mine].mean())}
+        table[family] = {arm: 100 * float(np.nanmean(worth[arm][mine])) for arm in SHOWN} | {"FLOPs": float(flops["learned"][mine].mean())}
         points = " | ".join(f"{table[family][arm]:+.1f}" for arm in SHOWN)
         print(f"| {family} | {points} | {table[family]['FLOPs']:.2f} |")
-    idle = np.isin(place, [n for n, family in enumerate(table) if abs(table[family]["oracle"]) <= 100 * NOTHING_TO_GAIN])
+    idle = np.isin(place, [n for n, family in enumerate(table) if table[family]["oracle"] <= 100 * NOTHING_TO_GAIN])
     harm = 100 * float(worth["learned"][idle].mean()) if idle.any() else None
     ahead = worth["learned"] - worth["static widths, halved"]
     low, high = interval(ahead, group=place)

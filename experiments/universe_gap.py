@@ -15,7 +15,7 @@ import torch
 
 from esper.simic.proof.claims import interval
 from esper.simic.proof.surveyed import PlanTable, identify, levels, price_pairs
-from esper.simic.proof.universal import load_table, save_table, survey_all
+from esper.simic.proof.universal import digest_of, load_table, save_table, survey_all
 from esper.tolaria import EnvConfig, find_universe
 from experiments.shared import parser, write
 
@@ -27,8 +27,9 @@ def table_of(kind: str, count: int, path: Path) -> tuple[PlanTable, list[tuple[f
     families = [family for family in universe.training if family.host.kind == kind]
     if not path.exists():
         sources = universe.source_of(families)
-        save_table(path, survey_all(EnvConfig, families, sources, count, watch=functools.partial(print, flush=True)))
-    return load_table(path), price_pairs(families[0])
+        table = survey_all(EnvConfig, families, sources, count, watch=functools.partial(print, flush=True))
+        save_table(path, table, digest_of(families))
+    return load_table(path, digest_of(families)), price_pairs(families[0])
 
 
 def main() -> None:

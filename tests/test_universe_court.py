@@ -42,7 +42,7 @@ CONTESTANTS = [Contestant("waits", lambda spec: Wait(), 0), Contestant("guesses"
 def court() -> Universal:
     table = survey_all(EnvConfig, UNIVERSE.training, ["a", "b"], 2, make=toys)
     found = tune_kind(EnvConfig, UNIVERSE.training, table, 40, make=toys)
-    return Universal(UNIVERSE, EnvConfig, Controls("toys", {"mlp": found}), {"mlp": table}, toys)
+    return Universal(UNIVERSE, EnvConfig, Controls("toys", 40, {"mlp": found}), {"mlp": table}, toys)
 
 
 def test_every_arm_is_played_on_every_family_and_judged_over_sources(court: Universal, tmp_path: Path) -> None:
@@ -57,6 +57,8 @@ def test_every_arm_is_played_on_every_family_and_judged_over_sources(court: Univ
     assert (count, kinds) == (6, 2), "three scenarios of two families"
     same = [claim for claim in proof.claims if claim.controller == "waits" and claim.control == "no growth"]
     assert [(claim.difference, claim.low, claim.high, claim.n) for claim in same] == [(0, 0, 0, 6)]
+    prices = read(tmp_path / "proof.db", "SELECT kind, group_concat(price) FROM arm WHERE arm = 'no growth' GROUP BY kind")
+    assert prices[0][1] != prices[1][1], "families meet scenarios of their own"
     numbers = dict(read(tmp_path / "proof.db", "SELECT scenario, kind FROM arm WHERE arm = 'no growth'"))
     assert set(numbers) == set(range(6))
     assert numbers[0].startswith("fashion: ")

@@ -33,6 +33,7 @@ from esper.simic.proof.surveyed import PlanTable, plans_for
 from esper.simic.proof.universal import (
     Controls,
     Universal,
+    digest_of,
     load_table,
     prove_universe,
     save_table,
@@ -245,15 +246,18 @@ def _universal(options: Prove, universe: Universe, env: EnvConfig, episodes: int
         return replace(env, family=family, spec=None)  # type: ignore[arg-type]
 
     path, tables = options.out / "controls.json", dict[str, PlanTable]()
-    controls = Controls.load(path) if path.exists() else Controls(universe.name)
+    controls = Controls(digest_of(universe.training), episodes)
+    if path.exists() and replace(known := Controls.load(path), kinds={}) == controls:
+        controls = known  # tuned on the same families, with as many episodes
     for kind, share in universe.kinds.items():
         mine = [family for family in universe.training if family.host.kind == kind]
         kept, asked = options.out / f"plans-{kind}.safetensors", math.ceil(share * episodes)
         if not kept.exists():
             plans = len(plans_for(env_of(mine[0]).spec))
             count = max(2, -(-asked // (plans * len(mine))))  # scenarios of each: one chooses, one scores
-            save_table(kept, survey_all(env_of, mine, universe.source_of(mine), count, watch=say))
-        tables[kind] = load_table(kept)
+            table = survey_all(env_of, mine, universe.source_of(mine), count, watch=say)
+            save_table(kept, table, digest_of(mine))
+        tables[kind] = load_table(kept, digest_of(mine))
         if kind not in controls.kinds:
             found = tune_kind(env_of, mine, tables[kind], asked, watch=say, workers=workers)
             controls = replace(controls, kinds=controls.kinds | {kind: found})

@@ -97,6 +97,11 @@ class TrainConfig:
         same = family == self.env.family
         return self.env if same else replace(self.env, family=family, spec=None)  # type: ignore[arg-type]
 
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """That training meets."""
+        return self.universe.training if self.universe else (self.env.family,)
+
     def shards_of(self, number: int) -> list[tuple[Family, Scenarios]]:
         """What is played in each shard of a round: a family and scenarios of its training split."""
         rows, pool = self.rows // self.shards, self.pool
@@ -113,8 +118,9 @@ class TrainConfig:
     def exam(self) -> list[tuple[Family, Scenarios]]:
         """What examinations are on: fixed scenarios of the validation split, as many of each family."""
         families = self.universe.validation if self.universe else (self.env.family,)
-        return [(family, family.scenarios(-(-self.exam_rows // len(families)), "validation"))
-                for family in families]
+        count = -(-self.exam_rows // len(families))
+        return [(family, family.scenarios(count, "validation", place * count))
+                for place, family in enumerate(families)]
 
     def agent(self) -> PPOAgent:
         """An agent that knows nothing yet."""

@@ -131,7 +131,7 @@ def _play(config: str, make: MakeEnv, parcel: Parcel | None) -> Parcel | None:
     """In a worker; without a parcel it only prepares."""
     player = _player(config, make)
     if parcel is None:
-        for family, _ in player.config.shards_of(0):
+        for family in player.config.families:
             player.world(family)
         return None
     about, tensors = _unpacked(parcel)
@@ -149,6 +149,8 @@ class Rounds:
         self._text = json.dumps(to_dict(config))
         if self.here:
             self.player = Player(config, make)
+            for family in config.families:  # data that is missing is found now
+                self.player.world(family)
         else:  # whatever an environment lacks is one sentence before the first round
             list(workers.run({"the environment": functools.partial(_play, self._text, make, None)}))
 

@@ -56,6 +56,9 @@ class Universe:
         for one, other in itertools.combinations(parts, 2):
             if shared := set(self.source_of(parts[one])) & set(self.source_of(parts[other])):
                 yield f"has data of {min(shared)!r} both in {one} and in {other}; hold out whole data sets"
+        judged = {family.host.kind for part in PARTS[1:] for family in parts[part]}
+        if unknown := judged - {family.host.kind for family in self.training}:
+            yield f"has {min(unknown)} hosts to be judged on and none to learn from"
         if self.weights and (len(self.weights) != len(self.training) or min(self.weights) < 0
                              or not sum(self.weights) > 0):
             yield (f"has {len(self.weights)} weights for {len(self.training)} training families, "

@@ -202,7 +202,7 @@ def _tune_policy(evaluators: Sequence[Evaluator], name: str, candidates: list[Co
             mine = ((kind[jobs[:, 0]] == which) & (jobs[:, 1] % dealt == number)).nonzero().flatten()
             if not len(mine):
                 continue
-            some = torch.stack([jobs[mine, 0], jobs[mine, 1] // dealt], 1)
+            some = jobs[mine]  # numbers stay: what one draws is the same in every family
             drawn = evaluator.family.scenarios(int(some[:, 1].max()) + 1)
             looks_on = evaluator.config.previews is not None  # at as few hosts as there are: each is dear
             ends = evaluator.play_jobs(some, drawn, min(rows, len(some)) if looks_on else rows, told,

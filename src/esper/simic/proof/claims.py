@@ -16,6 +16,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 10_000
 FEWEST = 32  # scenarios; below, an interval means little
 CONTROLLERS = 3  # trained independently, that a finding needs
+SOURCES = 8  # of data, below which a claim about others is refused
 BEATEN = ("no growth", "random", "periodic", "converged", "gap", "heuristic", "best fixed",
           "best per visible condition", "shuffled", "halving over plans", "preview-greedy")
 """Controls that a controller must beat, each with its whole interval above zero."""
@@ -92,7 +93,8 @@ def interval(values: np.ndarray, seed: int = 0, resamples: int = RESAMPLES,
     then values of each."""
     rng, n = np.random.default_rng(seed), len(values)
     if group is not None:
-        return _quantiles(_grouped(rng, [values[group == each] for each in np.unique(group)], resamples))
+        members, mean = [values[group == each] for each in np.unique(group)], values.mean()
+        return _quantiles(mean + _few(len(members)) * (_grouped(rng, members, resamples) - mean))
     parts = np.array_split(np.arange(resamples), max(1, resamples * n // 4_000_000))
     means = [values[rng.integers(n, size=(len(part), n))].mean(1) for part in parts]
     return _quantiles(np.concatenate(means))
@@ -101,6 +103,14 @@ def interval(values: np.ndarray, seed: int = 0, resamples: int = RESAMPLES,
 def _quantiles(means: np.ndarray) -> tuple[float, float]:
     low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
+
+
+def _few(groups: int) -> float:
+    """By how much a bootstrap over few groups is too narrow: their spread is underestimated, and Student's
+    quantile is above the normal one (an expansion in the degrees of freedom)."""
+    free, z = max(groups - 1, 1), 1.959964
+    student = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    return math.sqrt(max(groups, 2) / free) * student / z
 
 
 def _grouped(rng: np.random.Generator, members: Sequence[np.ndarray], resamples: int) -> np.ndarray:
@@ -177,6 +187,8 @@ def _judged(name: str, control: str, asked: str, arms: Arms, pilot: Arms, effect
         reason = f"{rules.between[1]} is not above {rules.between[0]}: there is no way to go"
     elif lost:  # no further scenario would help
         verdict = "fails"
+    elif group is not None and len(np.unique(group)) < SOURCES:
+        reason = f"{len(np.unique(group))} sources of data are too few to speak of others, not {SOURCES}"
     elif isinstance(spare, str):
         reason = f"pilot: {spare}"
     elif n < required:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.leyline import ActionSpec, View
+from esper.leyline import ActionSpec, EsperError, View
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.plans import Plan, played
 from esper.tamiyo import EYES, Planned, Wait, observe
@@ -49,6 +49,9 @@ class PlanTable(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence["PlanTable"]) -> "PlanTable":
+        if any(part.plans != parts[0].plans for part in parts):
+            raise EsperError("hosts of one kind must have as many slots and the same blueprints "
+                             "to be compared by plans")
         columns = zip(*(part[1:] for part in parts), strict=True)
         return PlanTable(parts[0].plans, *(np.concatenate(column) for column in columns))
 

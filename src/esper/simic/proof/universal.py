@@ -5,9 +5,10 @@ blueprints differ. The oracle is the best plan tuned on a data set itself, on ot
 """
 
 import functools
+import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from esper.simic.proof.proving import (
     ProofResults,
 )
 from esper.simic.proof.surveyed import (
+    MOST,
     Identified,
     PlanTable,
     Regression,
@@ -52,24 +54,32 @@ from esper.simic.proof.surveyed import (
 )
 from esper.simic.workers import Workers, silent
 from esper.tamiyo import TRIGGERS, GreedyConfig, TriggerConfig
-from esper.tolaria import EnvConfig, Family, MakeEnv, MorphogeneticEnv, Universe
+from esper.tolaria import EnvConfig, Family, MakeEnv, MorphogeneticEnv, Universe, openings
 from esper.tolaria.tasks import ProofKey, open_test
 
 EnvOf = Callable[[Family], EnvConfig]
 SHORTLIST = 8  # plans that are trained side by side, and tuned on a data set itself
-OWN = 8  # scenarios with which plans are tuned there
+OWN = 24  # scenarios with which plans are tuned there
 ROWS = 32  # that controls are tuned with: a family has few of the jobs
 _COLUMNS = PlanTable._fields[1:]
 
 
-def save_table(path: Path, table: PlanTable) -> None:
+def digest_of(families: Sequence[Family]) -> str:
+    """Of what tables and controls were made with."""
+    return hashlib.sha256(repr(tuple(families)).encode()).hexdigest()[:16]
+
+
+def save_table(path: Path, table: PlanTable, digest: str) -> None:
     tensors = {name: torch.from_numpy(getattr(table, name)) for name in _COLUMNS}
-    write_state(path, "plans", {"plans": [to_dict(plan) for plan in table.plans]}, tensors)
+    header = {"plans": [to_dict(plan) for plan in table.plans], "families": digest}
+    write_state(path, "plans", header, tensors)
 
 
-def load_table(path: Path) -> PlanTable:
+def load_table(path: Path, digest: str) -> PlanTable:
     header, tensors = read_state(path, "plans")
     with decoding(path, "table of plans"):
+        if header["families"] != digest:
+            raise EsperError(f"{path} is about other families than these; remove it to play plans again")
         plans = tuple(from_dict(Plan, each, f"{path}: plans") for each in header["plans"])
         return PlanTable(plans, *(tensors[name].numpy() for name in _COLUMNS))
 
@@ -110,7 +120,6 @@ class KindControls:
     """Controls of one kind of host, at their best on training families."""
 
     fixed: Plan
-    visible: list[Plan]  # by what a policy is told
     few: list[Plan]  # that are worth training side by side
     way: tuple[int, float, float]  # of the regression: epochs watched, width, ridge
     portfolio: Portfolio
@@ -118,20 +127,27 @@ class KindControls:
     greedy: GreedyConfig
     episodes: dict[str, int]
 
-    def tuned(self, family: Family, oracle: Sequence[Plan]) -> Tuned:
+    def tuned(self, family: Family, visible: list[Plan], oracle: Sequence[Plan],
+              episodes: dict[str, int]) -> Tuned:
         """As the court for one family takes them."""
         kinds = len(family.kinds)
-        return Tuned(family.name, family_digest(family), self.episodes, self.triggers, self.fixed,
-                     self.visible, [[plan] * kinds for plan in oracle], portfolio=self.portfolio,
-                     greedy=self.greedy)
+        return Tuned(family.name, family_digest(family), episodes, self.triggers, self.fixed, visible,
+                     [[plan] * kinds for plan in oracle], portfolio=self.portfolio, greedy=self.greedy)
 
 
 @dataclass(frozen=True)
 class Controls:
     """Of every kind of host."""
 
-    universe: str
+    families: str  # digest of those that they were tuned on
+    asked: int  # episodes that each was to have
     kinds: dict[str, KindControls] = field(default_factory=dict)
+
+    @property
+    def episodes(self) -> dict[str, int]:
+        """That each control had, of all kinds of hosts together: as a controller's are counted."""
+        names = dict.fromkeys(name for each in self.kinds.values() for name in each.episodes)
+        return {name: sum(each.episodes[name] for each in self.kinds.values()) for name in names}
 
     def save(self, path: Path) -> None:
         write_json(path, "set of controls", to_dict(self))
@@ -140,7 +156,8 @@ class Controls:
     def load(cls, path: Path) -> "Controls":
         content = read_json(path, "set of controls")
         with decoding(path, "set of controls"):
-            return from_dict(cls, {name: content[name] for name in ("universe", "kinds")}, str(path))
+            plain = {name: content[name] for name in ("families", "asked", "kinds")}
+            return from_dict(cls, plain, str(path))
 
 
 def tune_kind(env_of: EnvOf, families: Sequence[Family], table: PlanTable, episodes: int,
@@ -149,9 +166,14 @@ def tune_kind(env_of: EnvOf, families: Sequence[Family], table: PlanTable, episo
     """Every control gets at least so many episodes, each in a call for the workers; plans had those of their
     table."""
     family, evaluators = families[0], [Evaluator(env_of(each), make=make) for each in families]
+    told = {(np.round(price_pairs(each), 9).tobytes(), each.horizons) for each in families}
+    if len(told) > 1:
+        raise EsperError(f"{family.host.kind} hosts of a universe must have the same horizons, and the same "
+                         "prices relative to the host, for controls to be tuned on all of them")
     few, used = shortlist(table, family), table.runs.shape[0] * table.runs.shape[1]
     found, grid = identify(table, price_pairs(family)), 4 * len(family.kinds) * len(family.horizons)
-    some = evaluators[:: max(1, len(evaluators) * grid * len(few) // max(episodes, 1))]  # all of a grid each
+    stride = len(evaluators) * grid * len(few) // max(episodes, 1)  # each is played on all of a grid
+    some = evaluators[:: stride | 1]  # odd: sizes of hosts often take turns
     calls: dict[str, Callable[[], Any]] = {
         name: functools.partial(baselines.tune_trigger, evaluators, name, episodes, ROWS, silent)
         for name in TRIGGERS}
@@ -164,14 +186,17 @@ def tune_kind(env_of: EnvOf, families: Sequence[Family], table: PlanTable, episo
     portfolio, greedy = done[baselines.BEST_OF], done[baselines.GREEDY]
     spent = dict.fromkeys((*LEVELS, IDENTIFY), used) | {name: done[name][1] for name in TRIGGERS}
     spent |= dict.fromkeys((baselines.BEST_OF, baselines.HALVING), used + portfolio.episodes)
-    return KindControls(table.plans[best(table, price_pairs(family))], by_condition(table, family), few,
-                        (found.watched, found.width, found.ridge), portfolio,
+    way = found.watched, found.width, found.ridge
+    return KindControls(table.plans[best(table, price_pairs(family))], few, way, portfolio,
                         {name: done[name][0] for name in TRIGGERS}, greedy[0],
                         spent | {baselines.GREEDY: greedy[1]})
 
 
 def _portfolio(evaluators: Sequence[Evaluator], plans: Sequence[Plan], episodes: int) -> Portfolio:
-    return choose_plans(*play_table(evaluators, plans, episodes, ROWS, silent))
+    """Chosen as plans are: one data set must not decide for all."""
+    table, plans, used = play_table(evaluators, plans, episodes, ROWS, silent)
+    bare = table.score[:, :1]
+    return choose_plans(replace(table, score=bare + (table.score - bare).clip(-MOST, MOST)), plans, used)
 
 
 @dataclass(frozen=True)
@@ -202,21 +227,31 @@ class Universal:
     tables: Mapping[str, PlanTable]  # by kind of host
     make: MakeEnv = MorphogeneticEnv
 
-    def set_of(self, family: Family, split: str, first: int, count: int, why: str = "") -> UniverseSet:
-        """Scenarios of a family; with a reason why, its test split is opened."""
-        mine, env = self.controls.kinds[family.host.kind], self.env_of(family)
-        own = survey_all(self.env_of, [family], [family.task], OWN, "validation", SPARE, mine.few, self.make)
+    def set_of(self, family: Family, own: PlanTable, split: str, first: int, count: int,
+               why: str = "") -> UniverseSet:
+        """Scenarios of a family, of which plans have their `own` table; with a reason why, its test split is
+        opened."""
+        mine, table = self.controls.kinds[family.host.kind], self.tables[family.host.kind]
         held = open_test(family.task, ProofKey(why)) if why else None
-        return UniverseSet(env, held, mine.tuned(family, by_condition(own, family)),
-                           family.scenarios(count, split, first), self.make,
-                           fit(self.tables[family.host.kind], *mine.way))
+        tuned = mine.tuned(family, by_condition(table, family), by_condition(own, family),
+                           self.controls.episodes)
+        return UniverseSet(self.env_of(family), held, tuned, family.scenarios(count, split, first),
+                           self.make, fit(table, *mine.way))
 
     def play(self, families: Sequence[Family], split: str, first: int, count: int, why: str,
              contestants: Sequence[Contestant], workers: Workers,
              watch: Callable[[str], object]) -> ProofResults:
-        """Every arm on every family."""
+        """Every arm on every family. Scenarios have numbers of their own: what a number draws is the same in
+        every family."""
         who: dict[str, Contestant | None] = {SHARED: None} | {each.name: each for each in contestants}
-        sets = {family.name: self.set_of(family, split, first, count, why) for family in families}
+        surveys = {family.name: functools.partial(
+            survey, Evaluator(self.env_of(family), make=self.make),
+            self.controls.kinds[family.host.kind].few,
+            family.scenarios(OWN, "validation", SPARE + place * OWN), 0, ROWS)
+            for place, family in enumerate(families)}
+        own = {each.name: each.value for each in workers.run(surveys)}
+        sets = {family.name: self.set_of(family, own[family.name], split, first + place * count, count, why)
+                for place, family in enumerate(families)}
         calls = {f"{name}, {each}": functools.partial(sets[name].play, mind, silent)
                  for name in sets for each, mind in who.items()}
         done: dict[str, Played] = {}
@@ -240,6 +275,11 @@ def prove_universe(court_of: Universal, contestants: Sequence[Contestant], confi
                          "use --rehearsal")
     before = court_of.play(universe.validation, "validation", PILOT, config.pilot, "", contestants, workers,
                            lambda what: watch(f"pilot: {what}")).arms
+    asked = [claim for claim in judge(before, before, config.effect, UNIVERSE) if claim.asked != "reported"]
+    most, count = max((claim.needed for claim in asked), default=0), config.scenarios * len(universe.test)
+    if most > count and not config.rehearsal:  # it would be refused for too few
+        raise EsperError(f"the pilot asks for {most} scenarios to find the declared effect, so no test split "
+                         f"is opened; use --scenarios {-(-most // len(universe.test))} in another --out")
     if config.rehearsal:
         results = court_of.play(universe.validation, "validation", REHEARSAL, config.scenarios, "",
                                 contestants, workers, watch)
@@ -255,5 +295,8 @@ def prove_universe(court_of: Universal, contestants: Sequence[Contestant], confi
     together = {POOLED: pooled(results.arms)}
     claims += judge(together, {POOLED: pooled(before)}, config.effect, UNIVERSE)
     results.conclude(claims, sink)
-    return Proof(claims, *verdict, "none: it is closed" if config.rehearsal else
-                 f"of every test family's task, for this proof: {why}")
+    if config.rehearsal:
+        return Proof(claims, *verdict, "none: it is closed")
+    opened = [len(openings(task)) for task in dict.fromkeys(family.task for family in universe.test)]
+    again = f"; {sum(count > 1 for count in opened)} of them had been opened before"
+    return Proof(claims, *verdict, f"of {len(opened)} tasks, for this {why}{again}")
