@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import esper
 from esper.door import evidence
-from esper.door.evidence import SCORE, by_sample, settled
+from esper.door.evidence import SCORE, by_sample, seen, settled
 from esper.kasmina.objectives import NextToken, find_objective
 from esper.leyline import EsperError, View
+from esper.tamiyo import EYES, observe
 from tests.test_door import Loop, Script, Y, incubating, same
 
 
@@ -263,13 +264,26 @@ def test_evaluate_and_objective_belong_together() -> None:
             by_sample(returned, None if objective is None else find_objective(objective))
 
 
-def test_a_trained_agent_decides_at_the_door(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eyes", EYES)
+def test_a_trained_agent_decides_at_the_door(eyes: str, tmp_path: Path) -> None:
     spec = Judged("wait").growing.spec
-    agent = esper.PPOAgent(esper.Controller.fresh(spec))
+    agent = esper.PPOAgent(esper.Controller.fresh(spec, observation=EYES[eyes].spec))
     agent.save(tmp_path / "agent.safetensors")
     loop = Judged(str(tmp_path / "agent.safetensors"))
     loop.epoch()
     assert isinstance(loop.growing.policy, esper.Learned)
+
+
+def test_universal_eyes_see_shares_of_the_way_from_chance_at_the_door() -> None:
+    loop = Judged("wait")
+    loop.epoch()
+    classes, (loss, score, smooth, train) = loop.evaluate()[0].shape[-1], loop.growing.scores[1].tolist()
+    row = observe(seen(loop.growing), EYES["universal"].spec).row[0]
+    names = [field.name for field in EYES["universal"].spec.row for _ in range(field.width)]
+    shares = row[names.index("shares") : names.index("shares") + 4]
+    expected = [1 - loss / math.log(classes), *((each - 1 / classes) / (1 - 1 / classes) for each in (score, smooth)), 1 - train / math.log(classes)]
+    assert shares.tolist() == pytest.approx([max(-1.0, each) for each in expected], abs=1e-5)
+    assert row[names.index("outputs")] == pytest.approx(math.log2(classes) / 6)
 
 
 def test_it_helps_where_a_network_is_too_small() -> None:
