@@ -1,6 +1,6 @@
 """A proof on a universe, taken apart by data set: who gains where, what it costs, and whether it does harm.
 
-    python -m experiments.universe_by_source experiments/proof/universe/proof.db
+    python -m experiments.universe_by_source proof/rehearsal.db
 
 writes results/universe_by_source.json and prints a table: points above no growth, mean over controllers.
 """
@@ -11,6 +11,7 @@ import numpy as np
 
 from esper.nissa import read
 from esper.simic.proof.claims import interval
+from esper.tolaria import find_universe
 from experiments.shared import parser, write
 
 SHOWN = ("learned", "best fixed", "best per visible condition", "identify, then plan", "best of K", "oracle", "wider host",
@@ -33,6 +34,9 @@ def main() -> None:
     arguments.add_argument("proof", type=Path)
     options = arguments.parse_args()
     worth, flops, families = gains(options.proof)
+    universe = find_universe(Path(__file__).parent / "universe" / "small.toml")
+    judged = (*universe.validation, *universe.test)
+    sources = dict(zip((family.name for family in judged), universe.source_of(judged), strict=True))
     place = np.array([list(dict.fromkeys(families)).index(family) for family in families])
     table = {}
     print(f"| family | {' | '.join(SHOWN)} | FLOPs |\n|---|{'---|' * (len(SHOWN) + 1)}")
@@ -44,7 +48,7 @@ def main() -> None:
     idle = np.isin(place, [n for n, family in enumerate(table) if table[family]["oracle"] <= 100 * NOTHING_TO_GAIN])
     harm = 100 * float(worth["learned"][idle].mean()) if idle.any() else None
     ahead = worth["learned"] - worth["static widths, halved"]
-    low, high = interval(ahead, group=place)
+    low, high = interval(ahead, group=np.array([sources[family] for family in families]))
     print(f"where nothing is to be gained ({len(set(place[idle]))} families): {harm} points")
     print(f"less static widths, halved: {100 * ahead.mean():+.2f} ({100 * low:+.2f} to {100 * high:+.2f})")
     write(options, "universe_by_source", {"families": table, "no harm": {"families": len(set(place[idle])), "points": harm},
