@@ -62,6 +62,8 @@ FIGURES = {
     **{f"{name}, {device}": _speed(name, device, 4) for name in ("population", "env", "rl") for device in ("cpu", "cuda")},
     "vector": _speed("vector", "cpu", 3),
     "store": Figure("python benchmarks/store.py --out {out}", ("store.json",), {"held": 0.0, "bytes*": 0.05}, 1, kept=BENCH),
+    "eyes": Figure("python benchmarks/eyes.py --out {out}/eyes.json", ("eyes.json",), {"held": 0.0}, 6, "playwright", BENCH),
+    "universe_gap": _experiment("universe_gap", {"*.points": 0.3}, 1, "--scenarios 6 4"),
     "sweep-mlp": _sweep("mlp", 16, 3),
     "sweep-mnist1d": _sweep("mnist1d", 12, 25),
     "sweep-fashion": _sweep("fashion", 12, 40, "fashion"),

@@ -566,7 +566,7 @@ Made by `python -m experiments.zero_shot tamiyo-small --family NAME`.
 
 ## Ordinary hosts on data sets that nobody tuned on
 
-The universe of [experiments/universe](../experiments/universe/README.md): healthy conv1d hosts on series and mlp hosts on vectors, 140 to 1,130
+The universe of `experiments/universe`: healthy conv1d hosts on series and mlp hosts on vectors, 140 to 1,130
 parameters, 12 or 18 epochs, parameters and FLOPs priced. Three controllers learned on 27 sources of data and were rehearsed on the seven
 validation sources. **They are not ready for a proof, so the 14 test sources stay closed.** {universe_run} Points of utility, 95 % intervals over
 sources, then scenarios ([how](universe.md)); with seven sources a court refuses every claim, whatever it says:

@@ -18,7 +18,16 @@ from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.portfolio import play_best_of, play_halving
 from esper.simic.workers import Workers, silent
 from esper.tamiyo import Heuristic, PolicyBundle, Random, Triggered, Wait
-from esper.tolaria import Decision, EnvConfig, Episodes, MakeEnv, MorphogeneticEnv, Scenarios, openings
+from esper.tolaria import (
+    Decision,
+    EnvConfig,
+    Episodes,
+    Family,
+    MakeEnv,
+    MorphogeneticEnv,
+    Scenarios,
+    openings,
+)
 from esper.tolaria.tasks import ProofKey, open_test
 
 POOLED, SHARED = "pooled", "all"
@@ -78,8 +87,8 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
             raise EsperError(f"the pilot asks for {most} scenarios to find the declared effect, so the test "
                              f"split stays closed; use --scenarios {most} in another --out")
         first = secrets.randbits(40)  # nobody could have played these before; the ledger says which they are
-        held = open_test(family.task, ProofKey(f"proof of {family.name}: {config.scenarios} scenarios "
-                                               f"from {first} on, effect {config.effect:g}"))
+        held = opened(family, f"proof of {family.name}: {config.scenarios} scenarios "
+                              f"from {first} on, effect {config.effect:g}")
         chosen = replace(pilot, scenarios=family.scenarios(config.scenarios, "test", first), held=held)
     results = ProofResults([Part(chosen.scenarios, chosen.play_all(contestants, workers, watch))])
     results.record(sink)
@@ -93,6 +102,11 @@ def prove(env: EnvConfig, contestants: Sequence[Contestant], tuned: Tuned, confi
     earlier = "; ".join(f"{each['date']}, {each['reason']}" for each in known[:-1])
     told = f"{len(known)}, this one included; before it: {earlier}" if earlier else "this one alone"
     return Proof(claims, *verdict, told)
+
+
+def opened(family: Family, why: str) -> tuple[Tensor, Tensor]:
+    """The test split of a family's task, for a proof; the ledger is told why."""
+    return open_test(family.task, ProofKey(why))
 
 
 Played = dict[str, tuple[Episodes, int | None]]  # arm -> what it delivered, episodes that it had

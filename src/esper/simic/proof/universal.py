@@ -39,6 +39,7 @@ from esper.simic.proof.proving import (
     Proof,
     ProofConfig,
     ProofResults,
+    opened,
 )
 from esper.simic.proof.surveyed import (
     MOST,
@@ -55,7 +56,6 @@ from esper.simic.proof.surveyed import (
 from esper.simic.workers import Workers, silent
 from esper.tamiyo import TRIGGERS, GreedyConfig, TriggerConfig
 from esper.tolaria import EnvConfig, Family, MakeEnv, MorphogeneticEnv, Universe, openings
-from esper.tolaria.tasks import ProofKey, open_test
 
 EnvOf = Callable[[Family], EnvConfig]
 SHORTLIST = 8  # plans that are trained side by side, and tuned on a data set itself
@@ -85,18 +85,15 @@ def load_table(path: Path, digest: str) -> PlanTable:
 
 
 def survey_all(env_of: EnvOf, families: Sequence[Family], sources: Sequence[str], count: int,
-               split: str = "train", start: int = 0, plans: Sequence[Plan] = (),
                make: MakeEnv = MorphogeneticEnv, watch: Callable[[str], object] = silent) -> PlanTable:
-    """Plans (all there are, by default) on so many scenarios of every family, no two of them with the same
-    number: what is drawn by a number is the same in every family."""
+    """All plans on so many training scenarios of every family, no two of them with the same number: what is
+    drawn by a number is the same in every family."""
     parts: list[PlanTable] = []
     for family, source in zip(families, sources, strict=True):
         evaluator = Evaluator(env_of(family), make=make)
-        some = plans or plans_for(evaluator.config.spec)
-        rows = -(-len(some) * count // 2)  # two batches: short episodes, then long ones
-        first = start + len(parts) * count
-        parts.append(survey(evaluator, some, family.scenarios(count, split, first),
-                            sources.index(source), rows))
+        plans, drawn = plans_for(evaluator.config.spec), family.scenarios(count, start=len(parts) * count)
+        rows = -(-len(plans) * count // 2)  # two batches: short episodes, then long ones
+        parts.append(survey(evaluator, plans, drawn, sources.index(source), rows))
         watch(f"{len(parts)} of {len(families)}: {family.name}")
     return PlanTable.joined(parts)
 
@@ -232,7 +229,7 @@ class Universal:
         """Scenarios of a family, of which plans have their `own` table; with a reason why, its test split is
         opened."""
         mine, table = self.controls.kinds[family.host.kind], self.tables[family.host.kind]
-        held = open_test(family.task, ProofKey(why)) if why else None
+        held = opened(family, why) if why else None
         tuned = mine.tuned(family, by_condition(table, family), by_condition(own, family),
                            self.controls.episodes)
         return UniverseSet(self.env_of(family), held, tuned, family.scenarios(count, split, first),
@@ -297,6 +294,6 @@ def prove_universe(court_of: Universal, contestants: Sequence[Contestant], confi
     results.conclude(claims, sink)
     if config.rehearsal:
         return Proof(claims, *verdict, "none: it is closed")
-    opened = [len(openings(task)) for task in dict.fromkeys(family.task for family in universe.test)]
-    again = f"; {sum(count > 1 for count in opened)} of them had been opened before"
-    return Proof(claims, *verdict, f"of {len(opened)} tasks, for this {why}{again}")
+    counts = [len(openings(task)) for task in dict.fromkeys(family.task for family in universe.test)]
+    again = f"{sum(each > 1 for each in counts)} of them had been opened before"
+    return Proof(claims, *verdict, f"of {len(counts)} tasks, for this {why}; {again}")
