@@ -97,9 +97,9 @@ def lacks(needs: str) -> str:
     if needs in ("cuda", "no cuda"):
         return "" if torch.cuda.is_available() == (needs == "cuda") else f"this machine has {'no ' * (needs == 'cuda')}CUDA"
     if needs == "fashion":
-        from esper.tolaria import TASKS, present
+        from esper.tolaria.tasks import TASKS, where
 
-        return "" if present(TASKS["fashion"]) else "the data of fashion is not here (esper tasks add-data fashion PATH)"
+        return "" if where(TASKS["fashion"]) else "the data of fashion is not here (esper tasks add-data fashion PATH)"
     if needs == "runs":
         return "it needs the three runs, and opens the test split: run it yourself"
     return "" if not needs or importlib.util.find_spec(needs) else f"{needs} is not installed"
