@@ -71,6 +71,13 @@ def test_families_of_a_round_depend_on_its_number_and_the_weights_alone() -> Non
     assert {family.name for number in range(50) for family in replace(UNIVERSE, weights=(0.0, 1.0)).pick(number, 4)} == {"long"}
 
 
+def test_viewers_know_the_blueprints_of_all_families() -> None:
+    facts = CONFIG.facts()
+    assert facts["family"] == "both"
+    assert {"mlp_small", "conv_small"} <= set(facts["blueprints"])
+    assert replace(CONFIG, universe=None).facts()["blueprints"] == list(CONFIG.env.spec.blueprints)
+
+
 def test_shards_of_a_universe_share_no_scenario() -> None:
     keys = [key for number in range(3) for _, drawn in CONFIG.shards_of(number) for key in drawn.key.tolist()]
     assert len(set(keys)) == 3 * CONFIG.rows

@@ -138,10 +138,11 @@ class TrainConfig:
     def facts(self) -> dict[str, Any]:
         """What viewers of a run must know; `group` is the same for runs that differ in seed alone."""
         host, spec, universe = self.env.family.host, self.env.spec, self.universe
+        every = (name for family in self.families for name in self.env_of(family).spec.blueprints)
         return {"family": universe.name if universe else self.env.family.name,
                 "task": self.env.family.task, "seed": self.seed,
                 "rounds": self.rounds, "rows": self.rows, "slots": list(host.slots.names),
-                "blueprints": list(spec.blueprints), "heads": [head.name.lower() for head in spec.heads],
+                "blueprints": list(dict.fromkeys(every)), "heads": [head.name.lower() for head in spec.heads],
                 "identity": self.identity, "group": self._digest(rounds=0, seed=0), "config": to_dict(self)}
 
     def _digest(self, **fixed: int) -> str:
