@@ -3,7 +3,7 @@
     python -m experiments.ship tamiyo-small --member runs/mlp-1 controls.json - --member ...
 
 Each member is the folder of a run that is over, the controls that were tuned for its family (`controls.json` of a proof), and the
-proof.json that names it, or - if nothing was proven about it. Of a run on a universe the controls are not read: give -.
+proof.json that names it, or - if nothing was proven about it.
 """
 
 import hashlib
@@ -18,16 +18,7 @@ from esper.leyline.storage import read_json
 from esper.nissa import read
 from esper.simic.proof.baselines import Tuned, family_digest
 from esper.tamiyo.minds import FOLDER, Member, write_mind
-from esper.tolaria import Family
 from experiments.shared import env_of, parser
-
-
-def plan(controls: Path, family: Family) -> dict[str, Any]:
-    """The best fixed one, for the demo."""
-    tuned = Tuned.load(controls)
-    if tuned.family_digest != family_digest(family):
-        raise EsperError(f"{controls} was tuned for another family than {family.name}")
-    return {"seeds": tuned.fixed.seeds, "start": tuned.fixed.start, "episodes": tuned.episodes["best fixed"]}
 
 
 def member(folder: Path, controls: Path, proof: str) -> Member:
@@ -41,13 +32,10 @@ def member(folder: Path, controls: Path, proof: str) -> Member:
     run = {"config": to_dict(config) | looked, **made}
     about: dict[str, Any] = {"family": family.name, "host": family.host.kind, "run": run, "agent sha256": digest,
                              "episodes": episodes, "host-epochs": epochs, "proof": None}
-    if config.universe is None:
-        about["plan"] = plan(controls, family)
-    else:
-        del run["config"]["universe"]
-        specs = [config.env_of(each).spec for each in config.universe.training]
-        about |= {"family": config.universe.name, "universe": config.universe.name, "host": ", ".join(config.universe.kinds),
-                  "blueprints": sorted({name for spec in specs for name in spec.blueprints})}
+    tuned = Tuned.load(controls)
+    if tuned.family_digest != family_digest(family):
+        raise EsperError(f"{controls} was tuned for another family than {family.name}")
+    about["plan"] = {"seeds": tuned.fixed.seeds, "start": tuned.fixed.start, "episodes": tuned.episodes["best fixed"]}
     if proof != "-":
         text, told = Path(proof).read_bytes(), read_json(proof, "proof")
         mine = [name for name, each in told["controllers"].items() if each["sha256"] == digest]
@@ -56,7 +44,7 @@ def member(folder: Path, controls: Path, proof: str) -> Member:
         about["proof"] = {"sha256": hashlib.sha256(text).hexdigest(), "controller": mine[0],
                           **{name: told[name] for name in ("verdict", "reason", "scenarios", "date", "commit")}}
     shipped = Member(controller, about)
-    if config.universe is None and env_of(shipped) != replace(config.env, device="cpu"):
+    if env_of(shipped) != replace(config.env, device="cpu"):
         raise EsperError(f"{folder} was trained in another environment than {family.name} has by default; it cannot be shipped")
     return shipped
 

@@ -100,9 +100,6 @@ def load_candidates(name: str, device: str) -> list[Candidate]:
 def _member(mind: str, member: Member, device: str) -> Candidate:
     """A controller of a shipped mind, in an environment like the one it was trained in."""
     about, run, family = member.about, member.about["run"]["config"], member.about["family"]
-    if "universe" in about:  # it has no family of its own, so it may be tried on any
-        return Candidate(mind, functools.partial(_decides, member.controller, device), about["episodes"],
-                         digest=about["agent sha256"], seed=f"{about['universe']} {run['seed']}")
     previews = PreviewConfig(run["preview_every"], run["preview_steps"]) if run["preview_every"] else None
     return Candidate(f"{mind} ({family})", functools.partial(_decides, member.controller, device),
                      about["episodes"], EnvConfig(find_family(family), previews=previews),

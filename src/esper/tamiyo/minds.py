@@ -19,11 +19,6 @@ class Member(NamedTuple):
     controller: Controller
     about: Mapping[str, Any]  # plain data: the family it was trained on, with what, and what was proven
 
-    @property
-    def blueprints(self) -> set[str]:
-        """That it was trained with: of one kind of host, or of all kinds of a universe."""
-        return set(self.about.get("blueprints", self.controller.network.spec.blueprints)) - {"noop"}
-
 
 def shipped() -> dict[str, Path]:
     """name -> file of every mind in the package."""
@@ -49,7 +44,7 @@ def read_mind(name: str | Path, device: torch.device | str = "cpu") -> list[Memb
 def member_for(spec: ActionSpec, members: Sequence[Member]) -> Member:
     """The one trained with most of a host's blueprints and fewest others: at least half of either."""
     offered = set(spec.blueprints) - {"noop"}
-    known = [member.blueprints for member in members]
+    known = [set(member.controller.network.spec.blueprints) - {"noop"} for member in members]
     shared = [len(each & offered) for each in known]
     best = max(range(len(members)), key=lambda number: (shared[number], -len(known[number])))
     if 2 * shared[best] < min(len(known[best]), len(offered)):  # norm is everywhere
