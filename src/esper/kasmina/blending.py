@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.lift import Opening, row_dim
+from esper.kasmina.lift import row_dim, samples_last
 from esper.leyline import ALPHA_SPEEDS, TEMPOS, AlphaCurve, Style
 
 _STEEPNESS = {AlphaCurve.SIGMOID_GENTLE: 6.0, AlphaCurve.SIGMOID: 12.0, AlphaCurve.SIGMOID_SHARP: 24.0}
@@ -81,29 +81,31 @@ class SlotRows:
 
 
 class Gather(torch.autograd.Function):
-    """h -> one tensor per group of rows. Backward copies; `index_select` would add, atomically on CUDA. With
-    an `opening`, the layer norm that all groups begin with, what they get is normalised, once for all."""
+    """h -> one tensor per group of rows. Backward copies; `index_select` would add, atomically on CUDA."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, rows: SlotRows, opening: Opening | None) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.opening = rows, opening
-        if opening is None:
-            return rows.gather(h)
-        whole = h.index_select(0, rows.padded)
-        normed, mean, deviation = torch.native_layer_norm(whole, opening[0], None, None, opening[1])
-        ctx.save_for_backward(whole, mean, deviation)
-        return normed.split(rows.sizes)
+    def forward(ctx: Any, h: Tensor, rows: SlotRows) -> tuple[Tensor, ...]:
+        ctx.rows = rows
+        return rows.gather(h)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.rows.scatter(grads), None
+
+
+class GatherAll(torch.autograd.Function):
+    """h -> the rows of all groups, one behind the other; h begins with rows."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, rows: SlotRows) -> Tensor:
+        ctx.rows = rows
+        return h.index_select(0, rows.padded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
         rows = ctx.rows
-        if ctx.opening is None:
-            return rows.scatter(grads), None, None
-        whole, mean, deviation = ctx.saved_tensors
-        grad, _, _ = torch.ops.aten.native_layer_norm_backward(
-            torch.cat(grads), whole, ctx.opening[0], mean, deviation, None, None, [True, False, False])
         split = grad.is_cuda or any(rows.padding)
-        return rows.scatter(grad.split(rows.sizes) if split else [grad]), None, None
+        return rows.scatter(grad.split(rows.sizes) if split else [grad]), None
 
 
 class Blend(torch.autograd.Function):
@@ -124,7 +126,7 @@ class Blend(torch.autograd.Function):
             product, gated = rows.divide(special)
             h_product, h_gated = rows.divide(inputs)
             factor, seed = product.tanh(), gated.clone()
-            means = h_gated if h.dim() == 3 else h_gated.flatten(3).mean(3)
+            means = _channel_means(h_gated)
             score = (means * _leading(gate_weights[:, :-1], h)).sum(2) + _leading(gate_weights[:, -1], h)
             gate = _spread(torch.sigmoid(score), h)
             torch.mul(factor, h_product, out=product)
@@ -149,11 +151,11 @@ class Blend(torch.autograd.Function):
         h_from_product, h_from_gate = rows.divide(to_h)
         torch.mul(product, factor, out=h_from_product)
         product.mul_(h_product).mul_(1 - factor * factor)
-        slope = (gate * (1 - gate)).flatten(2).squeeze(2)
-        score = (gated * seed).flatten(2).sum(2) * slope  # d loss / d (means . w + b)
+        score = _by_sample(gated * seed) * _by_sample(gate * (1 - gate))  # d loss / d (means . w + b)
         grad_gate = torch.cat([(score.unsqueeze(2) * means).sum(1 - dim), score.sum(1 - dim).unsqueeze(1)], 1)
-        per_channel = score.unsqueeze(2) * _leading(gate_weights[:, :-1], grad) / math.prod(grad.shape[3:])
-        h_from_gate.copy_(per_channel.reshape(*per_channel.shape, *[1] * (grad.dim() - 3)))
+        per_channel = score.unsqueeze(2) * _leading(gate_weights[:, :-1], grad) / _positions(grad)
+        h_from_gate.copy_(per_channel.transpose(1, 2).unsqueeze(2) if samples_last(grad) else
+                          per_channel.reshape(*per_channel.shape, *[1] * (grad.dim() - 3)))
         gated.mul_(gate)
         through.index_copy_(dim, rows.special, special)
         grad_h = grad.index_add(dim, rows.special, to_h)  # distinct rows: nothing is added twice
@@ -173,12 +175,31 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _leading(values: Tensor, h: Tensor) -> Tensor:
-    """[R] or [R, C] with the batch dimension of h put in: [R, 1, ...] for vectors, [1, R, ...] else."""
+    """[R] or [R, C] with a dimension for samples put in where h has it beside the rows."""
     return values.unsqueeze(1 - row_dim(h))
 
 
-def _spread(strength: Tensor, h: Tensor) -> Tensor:
-    return strength.reshape(*strength.shape, *[1] * (h.dim() - 2))
+def _spread(values: Tensor, h: Tensor) -> Tensor:
+    """Numbers by row and sample, in h's order of these, as they are multiplied with h."""
+    if samples_last(h):
+        return values[:, None, None, :]
+    return values.reshape(*values.shape, *[1] * (h.dim() - 2))
+
+
+def _by_sample(h: Tensor) -> Tensor:
+    """Sums over channels and extent: numbers by row and sample."""
+    return h.sum((1, 2)) if samples_last(h) else h.flatten(2).sum(2)
+
+
+def _channel_means(h: Tensor) -> Tensor:
+    """Means over the extent: vectors [R, B, C], or [B, R, C] where h begins with samples."""
+    if h.dim() == 3:
+        return h
+    return h.mean(2).transpose(1, 2) if samples_last(h) else h.flatten(3).mean(3)
+
+
+def _positions(h: Tensor) -> int:
+    return h.shape[2] if samples_last(h) else math.prod(h.shape[3:])
 
 
 class Graft(nn.Module):

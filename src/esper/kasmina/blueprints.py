@@ -69,7 +69,7 @@ class Prototype:
         _refuse_unliftable(blueprint.name, self.template, shape)
         self.layout = Layout(self.template)
         self.range = None if blueprint.draws_own_weights else lift.initial_range(self.template)
-        self.opening = None if shape.extent else lift.opening(self.template)
+        self.opening = lift.opening(self.template, bool(shape.extent)) if len(shape.extent) < 2 else None
 
     def __call__(self, weights: Weights, x: Tensor, opened: bool = False) -> Tensor:
         """Outputs of G seeds for x in lifted layout; `opened` x went through their opening already."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from esper.kasmina.lift import Weights, state_of
+from esper.kasmina.lift import Weights, from_copies, state_of, to_copies
 from esper.leyline import EsperError, SlotConfig, SlotShape
 from esper.leyline.keys import mix, uniform
 
@@ -254,11 +254,11 @@ class Foreign:
         """Copies' outputs [R, B, ...] to lifted layout, through the slot, and back."""
         shape = self.slots.shapes[index]
         h = h if torch.is_grad_enabled() else h.clone()  # a slot may write into what it gets
-        given = h.flatten(1, 2) if shape.tokens else h.transpose(0, 1) if shape.extent else h
+        given = from_copies(h.flatten(1, 2) if shape.tokens else h)
         out = at_slot(index, given)
         if out is not given and out._is_view():
             out = out.clone()  # the module may write into it, which autograd forbids for some views
-        return out.view_as(h) if shape.tokens else out.transpose(0, 1) if shape.extent else out
+        return out.view_as(h) if shape.tokens else to_copies(out)
 
 
 def grow_behind(net: nn.Module, grafts: Mapping[str, nn.Module]) -> nn.Module:

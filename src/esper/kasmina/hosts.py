@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.foreign import Foreign, make_foreign, spelled_out
 from esper.kasmina.layers import CausalAttention, Embed, Residual
-from esper.kasmina.lift import Layout, Weights, draw_rows, initial_range, lifted
+from esper.kasmina.lift import Layout, Weights, draw_rows, from_copies, initial_range, lifted, row_dim
 from esper.leyline import Cost, EsperError, SlotConfig, SlotShape
 from esper.leyline.keys import seeded
 from esper.leyline.plugins import Registry, loading
@@ -281,11 +281,11 @@ class Host:
         """
         if self.foreign is not None:
             return self.foreign.run(x, weights("", x.shape[1]), at_slot, keys)
-        h, run = (x.transpose(0, 1) if x.dim() == 3 else x), _compiled() if compiled else lifted
+        h, run = from_copies(x.transpose(0, 1)), _compiled() if compiled else lifted
         for index, stage in enumerate(self.template.stages):  # type: ignore[arg-type]
             prefix = f"stages.{index}."
-            h = at_slot(index, run(stage, weights(prefix, _rows(h)), h, prefix))
-        return lifted(self.template.head, weights("head.", _rows(h)), h, "head."), {}  # type: ignore[arg-type]
+            h = at_slot(index, run(stage, weights(prefix, h.shape[row_dim(h)]), h, prefix))
+        return lifted(self.template.head, weights("head.", h.shape[row_dim(h)]), h, "head."), {}  # type: ignore[arg-type]
 
     def masks(self, impairments: Impairments) -> tuple[Tensor, Tensor]:
         """(alive [R, P], trainable [R, P]) as 0/1 floats: weights that exist, and weights that may change."""
@@ -313,10 +313,6 @@ class Host:
             alive.append(mask.flatten(1))
             trainable.append((mask * free).flatten(1))
         return torch.cat(alive, 1), torch.cat(trainable, 1) * self.layout.free()
-
-
-def _rows(h: Tensor) -> int:
-    return h.shape[0 if h.dim() == 3 else 1]
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 Legend: G copies, B batch, C channels, P parameters of one copy.
 Vectors travel as [G, B, C], everything with an extent as [B, G, C, *extent] (copies folded into channels:
-convolutions become grouped, norms get G times the groups). So the rank tells the layout: 3 is a vector.
+convolutions become grouped, norms get G times the groups), but series on the CPU as [G, C, L, B] (`series`).
+So the rank tells the layout: 3 is a vector.
 Tokens are vectors, [G, B * T, C]: layers that look at other tokens know T and unfold them.
 `LIFTED` lists the layers with such a form; any other module, or a use its rule declines, runs through vmap.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,22 +18,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina import series
 from esper.kasmina.layers import CausalAttention, Embed, InTurn, Modulate, Nothing, Residual, Scaled, Taps
 from esper.leyline.keys import uniform
 
 Weights = dict[str, Tensor]  # name -> [G, *shape]
-Opening = tuple[tuple[int, ...], float]  # of a layer norm: shape, eps
+Opening = tuple[tuple[int, ...], float]  # of a norm: the shape of a layer norm, () for whole series; eps
+
+
+def samples_last(x: Tensor) -> bool:
+    """Are these series in the layout of the CPU, [G, C, L, B]?"""
+    return x.dim() == 4 and not x.is_cuda
 
 
 def row_dim(x: Tensor) -> int:
-    """Where the copies are: vectors are copy-major, the rest is batch-major."""
-    return 0 if x.dim() == 3 else 1
+    """Where the copies are."""
+    return 0 if x.dim() == 3 or samples_last(x) else 1
+
+
+def from_copies(x: Tensor) -> Tensor:
+    """[G, B, ...] as it travels."""
+    if x.dim() == 3:
+        return x
+    return x.permute(0, 2, 3, 1).contiguous() if samples_last(x) else x.transpose(0, 1)
+
+
+def to_copies(x: Tensor) -> Tensor:
+    """What travels, as [G, B, ...]."""
+    if x.dim() == 3:
+        return x
+    return x.permute(0, 3, 1, 2) if samples_last(x) else x.transpose(0, 1)
 
 
 def per_row(values: Tensor, x: Tensor) -> Tensor:
     """Shape [G] or [G, C] so that it broadcasts against x."""
     if x.dim() == 3:
         return values.reshape(values.shape[0], 1, -1)
+    if samples_last(x):
+        return values.reshape(values.shape[0], -1, 1, 1)
     return values.reshape(1, values.shape[0], -1, *[1] * (x.dim() - 3))
 
 
@@ -40,6 +64,10 @@ def _conv(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
         return NotImplemented
     weight, bias = w[prefix + "weight"], w.get(prefix + "bias")
     plain = layer.groups == 1 and set(layer.stride) == {1} and set(layer.dilation) == {1}
+    if samples_last(x):
+        if layer.stride != (1,) or layer.dilation != (1,):
+            return NotImplemented
+        return series.convolve(x, weight, bias, layer.padding[0], layer.groups)
     if x.is_cuda and plain and set(layer.kernel_size) == {1} and set(layer.padding) == {0}:
         # cuDNN's grouped 1x1 kernels are slower than a batched matrix product.
         out = torch.matmul(weight.flatten(2), x.flatten(3)).unflatten(3, x.shape[3:])
@@ -96,42 +124,82 @@ class RowLinear(torch.autograd.Function):
 
 
 def _linear(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    """Acts on the last dimension, as `nn.Linear` does."""
+    """Acts on the last dimension, as `nn.Linear` does; of series that is the positions."""
+    if samples_last(x):
+        out = torch.matmul(w[prefix + "weight"].unsqueeze(1), x)
+        return out + w[prefix + "bias"][:, None, :, None] if layer.bias is not None else out
     rows = x if x.dim() == 3 else x.transpose(0, 1).flatten(1, -2)
-    out: Tensor = RowLinear.apply(rows, w[prefix + "weight"], w.get(prefix + "bias"))
+    out = RowLinear.apply(rows, w[prefix + "weight"], w.get(prefix + "bias"))
     return out if x.dim() == 3 else out.unflatten(1, (x.shape[0], *x.shape[2:-1])).transpose(0, 1)
 
 
 def _group_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if x.dim() == 3:
         return NotImplemented
-    weight, bias = (w[prefix + name].flatten() if layer.affine else None for name in ("weight", "bias"))
+    weight, bias = (w[prefix + name] if layer.affine else None for name in ("weight", "bias"))
+    if samples_last(x):
+        out: Tensor = (series.Norm.apply(x, layer.num_groups, layer.eps, weight, bias) if layer.affine
+                       else series.Normalised.apply(x, layer.num_groups, layer.eps))
+        return out
+    weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
     return F.group_norm(x.flatten(1, 2), x.shape[1] * layer.num_groups, weight, bias, layer.eps).view(x.shape)
 
 
 def _layer_norm(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if x.dim() != 3 or (layer.elementwise_affine and layer.bias is None):
         return NotImplemented
-    return _affine(layer, w, prefix, F.layer_norm(x, layer.normalized_shape, eps=layer.eps))
+    return _affine(w, prefix, F.layer_norm(x, layer.normalized_shape, eps=layer.eps))
 
 
-def _affine(layer: nn.LayerNorm, w: Weights, prefix: str, normed: Tensor) -> Tensor:
-    if not layer.elementwise_affine:
+def _affine(w: Weights, prefix: str, normed: Tensor) -> Tensor:
+    """The scale and shift of a norm, if it has them."""
+    if prefix + "weight" not in w:
         return normed
     return torch.addcmul(per_row(w[prefix + "bias"], normed), normed, per_row(w[prefix + "weight"], normed))
 
 
 def _pool(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    if x.dim() == 3:
+    if x.dim() == 3 or samples_last(x):
         return NotImplemented
     out: Tensor = layer(x.flatten(1, 2))
     return out.unflatten(1, (x.shape[1], -1))
 
 
+def _mean_pool(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if samples_last(x) and layer.output_size in (1, (1,)):
+        mean: Tensor = series.Mean.apply(x)
+        return mean
+    return _pool(layer, w, prefix, x)
+
+
+def _max_pool(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    """On the CPU by halving each dimension of the extent in turn, the last one first."""
+    pairs = all(_everywhere(getattr(layer, name), size) for name, size in
+                (("kernel_size", 2), ("stride", 2), ("padding", 0), ("dilation", 1)))
+    if x.is_cuda or x.dim() == 3 or not pairs or layer.return_indices or layer.ceil_mode:
+        return _pool(layer, w, prefix, x)
+    for dim in (2,) if samples_last(x) else range(x.dim() - 1, 2, -1):
+        whole = x.narrow(dim, 0, x.shape[dim] - 1) if x.shape[dim] % 2 else x
+        x = series.MaxOfPairs.apply(whole, dim)
+    return x
+
+
+def _everywhere(size: Any, wanted: int) -> bool:
+    return set(size if isinstance(size, tuple) else (size,)) == {wanted}
+
+
 def _flatten(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if layer.start_dim != 1 or layer.end_dim != -1:
         return NotImplemented
+    if samples_last(x):
+        return x.flatten(1, 2).transpose(1, 2)
     return x if x.dim() == 3 else x.flatten(2).transpose(0, 1)
+
+
+def _glu(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if samples_last(x):
+        return F.glu(x, layer.dim % 3) if layer.dim % 3 else NotImplemented
+    return F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim)
 
 
 def _embed(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
@@ -157,11 +225,15 @@ def _scaled(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     if not layer.tokens:
         return lifted(layer.body, w, x, prefix + "body.") * scale
     tokens = x.unflatten(1, (-1, layer.tokens))
-    return _by_copy(layer.body, w, prefix + "body.", tokens, 0).flatten(1, 2) * scale
+    return _by_copy(layer.body, w, prefix + "body.", tokens).flatten(1, 2) * scale
 
 
 def _sequential(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
-    for name, child in layer._modules.items():
+    children = list(layer._modules.items())
+    for at, ((_, first), (_, second)) in enumerate(itertools.pairwise(children)):
+        if isinstance(first, nn.ReLU) and isinstance(second, (nn.MaxPool1d, nn.MaxPool2d)):
+            children[at : at + 2] = children[at + 1], children[at]  # the same, of fewer numbers
+    for name, child in children:
         x = lifted(child, w, x, f"{prefix}{name}.")
     return x
 
@@ -172,9 +244,10 @@ LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
     nn.Linear: _linear,
     nn.GroupNorm: _group_norm,
     nn.LayerNorm: _layer_norm,
-    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d), _pool),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d), _max_pool),
+    **dict.fromkeys((nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d), _mean_pool),
     nn.Flatten: _flatten,
-    nn.GLU: lambda layer, w, prefix, x: F.glu(x, layer.dim + 1 if layer.dim > 0 else layer.dim),
+    nn.GLU: _glu,
     nn.Sequential: _sequential,
     Modulate: lambda layer, w, prefix, x: x * lifted(layer.net, w, x, prefix + "net."),
     Scaled: _scaled,
@@ -196,33 +269,36 @@ def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor
     out = NotImplemented if rule is None else rule(module, w, prefix, x)
     if out is not NotImplemented:
         return out
-    copies = _by_copy(module, w, prefix, x, row_dim(x))
-    return copies if copies.dim() == 3 else copies.transpose(0, 1)  # its own rank says the layout
+    return from_copies(_by_copy(module, w, prefix, to_copies(x)))  # its own rank says the layout
 
 
-def _by_copy(module: nn.Module, w: Weights, prefix: str, x: Tensor, dim: int) -> Tensor:
-    """Any module by vmap, copies along `dim` of x; its outputs are copy-major."""
+def _by_copy(module: nn.Module, w: Weights, prefix: str, x: Tensor) -> Tensor:
+    """Any module by vmap, of samples [G, B, ...]."""
     own = {name: w[prefix + name] for name, _ in module.named_parameters()}
-    copies: Tensor = torch.func.vmap(functools.partial(torch.func.functional_call, module), (0, dim))(own, x)
+    copies: Tensor = torch.func.vmap(functools.partial(torch.func.functional_call, module))(own, x)
     return copies
 
 
-def opening(module: nn.Module) -> Opening | None:
-    """The layer norm that a module of vectors begins with, if any: modules that begin alike can share it."""
+def opening(module: nn.Module, series: bool) -> Opening | None:
+    """The norm that a module of vectors, or of series, begins with: modules that begin alike can share it."""
     first = next(iter(module), module) if type(module) is nn.Sequential else module
-    hooked = any(part._forward_pre_hooks or part._forward_hooks for part in (module, first))
-    if type(first) is not nn.LayerNorm or hooked or len(first.normalized_shape) > 1:
+    if any(part._forward_pre_hooks or part._forward_hooks for part in (module, first)):
+        return None
+    if series:
+        return ((), first.eps) if type(first) is nn.GroupNorm and first.num_groups == 1 else None
+    if type(first) is not nn.LayerNorm or len(first.normalized_shape) > 1:
         return None
     return None if first.elementwise_affine and first.bias is None else (first.normalized_shape, first.eps)
 
 
 def lifted_rest(module: nn.Module, w: Weights, x: Tensor) -> Tensor:
     """As `lifted`, for x that went through the module's opening already."""
-    if isinstance(module, nn.LayerNorm):
-        return _affine(module, w, "", x)
-    for number, (name, child) in enumerate(module._modules.items()):
-        at = f"{name}."
-        x = lifted(child, w, x, at) if number else _affine(child, w, at, x)  # type: ignore[arg-type]
+    if type(module) is not nn.Sequential:
+        return _affine(w, "", x)
+    first, *others = module._modules.items()
+    x = _affine(w, f"{first[0]}.", x)
+    for name, child in others:
+        x = lifted(child, w, x, f"{name}.")
     return x
 
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.kasmina.blending import Blend, Gather, SlotRows, StraightThrough
+from esper.kasmina import series
+from esper.kasmina.blending import Blend, Gather, GatherAll, SlotRows, StraightThrough
 from esper.kasmina.blueprints import Prototype
 from esper.kasmina.hosts import Host
 from esper.kasmina.lift import Layout, Weights, row_dim
@@ -200,28 +201,42 @@ class SlotWiring:
     """One slot of a pass: which seeds run for which rows, and how they join."""
 
     def __init__(self, uses: list[Use], alpha: Tensor, style: Tensor, pack: Pack) -> None:
-        self.uses, self.alpha, device = uses, alpha.to(pack.device, pack.dtype), pack.device
+        self.alpha, device = alpha.to(pack.device, pack.dtype), pack.device
+        openings = [use.prototype.opening for use in uses if use.prototype.opening is not None]
+        contiguous = device.type == "cpu" or not (uses and uses[0].prototype.shape.extent)  # are rows of h?
+        self.opening = openings[0] if openings and contiguous else None
+        self.uses = uses = sorted(uses, key=lambda use: use.prototype.opening != self.opening)
+        self.sharing = openings.count(self.opening) if self.opening else 0  # groups, the first ones
         rows = torch.cat([use.rows for use in uses]) if uses else torch.empty(0, dtype=torch.int64)
         gates = torch.cat([use.rows[use.gated] for use in uses]) if uses else rows
         products = rows[style[rows] == Style.MULTIPLY]
         self.rows = SlotRows([use.rows.to(device) for use in uses], [use.padding for use in uses],
                              torch.cat([products, gates]).to(device), len(products), len(alpha))
-        openings = {use.prototype.opening for use in uses}
-        self.opening = openings.pop() if len(openings) == 1 else None
-        vectors = bool(uses) and not uses[0].prototype.shape.extent
-        plain = vectors and not len(self.rows.special) and not any(self.rows.padding) and device.type == "cpu"
-        self.strengths = [self.alpha[use.rows][:, None, None] for use in uses] if plain else None
+        extents = len(uses[0].prototype.shape.extent) if uses else 0
+        plain = device.type == "cpu" and extents < 2 and not len(self.rows.special)  # rows are contiguous
+        spread = (-1, *[1] * (2 + extents))
+        self.strengths = [self.alpha[use.rows].view(spread) for use in uses] if plain else None
         for use in uses:
             use.pick = None if use.pick is None else use.pick.to(device)
             use.gated = use.gated.to(device)
+
+    def _inputs(self, h: Tensor) -> list[tuple[Tensor, bool]]:
+        """What each group gets of h, and whether it went through the group's opening already."""
+        if self.opening is None:
+            return [(x, False) for x in Gather.apply(h, self.rows)]
+        shape, eps = self.opening
+        sizes, count = self.rows.sizes, self.sharing
+        shared, rest = GatherAll.apply(h, self.rows).split([sum(sizes[:count]), sum(sizes[count:])])
+        normed = F.layer_norm(shared, shape, eps=eps) if shape else series.Normalised.apply(shared, 1, eps)
+        return [*((x, True) for x in normed.split(sizes[:count])),
+                *((x, False) for x in rest.split(sizes[count:]))]
 
     def __call__(self, h: Tensor, pack: Pack) -> Tensor:
         if not self.uses:
             return h
         weights, tails = zip(*(use.weights(pack) for use in self.uses), strict=True)
-        inputs = Gather.apply(h, self.rows, self.opening)
-        outputs = [use.prototype(w, x, opened=self.opening is not None)
-                   for use, w, x in zip(self.uses, weights, inputs, strict=True)]
+        outputs = [use.prototype(w, x, opened=opened)
+                   for use, w, (x, opened) in zip(self.uses, weights, self._inputs(h), strict=True)]
         if self.strengths is not None and not torch.is_grad_enabled():
             for rows, strength, output in zip(self.rows.groups, self.strengths, outputs, strict=True):
                 blended = torch.addcmul(h.index_select(0, rows), output, strength)
