@@ -191,6 +191,39 @@ def test_a_finished_row_keeps_what_it_delivered() -> None:
     assert bool(env.done.all())
 
 
+@pytest.mark.parametrize("kind", ["mlp", "conv1d"])
+def test_rows_whose_episode_is_over_are_not_trained_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others do is what they did when everybody trained to the end, and so is all that is reported."""
+    host = Host(kind, (40,) if kind == "mlp" else (1, 40), (4, 4, 4))
+    family = toy_family(host, kinds=KINDS[:2], horizons=(5, 8))
+    scenarios = family.scenarios(9)
+    long = int((scenarios.horizon == 8).sum())
+    assert 0 < long < 9
+    widths: list[int] = []
+
+    def played() -> Episodes:
+        env = toy_env(9, family, dtype="float64")
+        train = env.population.train_step
+
+        def watched(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            widths.append(x.shape[1])
+            return train(x, y)
+
+        env.population.train_step = watched  # type: ignore[method-assign]
+        return play(env, Random(seed=3), scenarios)
+
+    rested = played()
+    steps = len(widths) // 8
+    assert widths == [9] * (5 * steps) + [long] * (3 * steps)
+    monkeypatch.setattr(MorphogeneticEnv, "_resting", lambda env: torch.zeros(9, dtype=torch.bool))
+    whole = played()
+    assert set(widths[8 * steps :]) == {9}
+    for epoch in (4, 7):
+        assert bool(whole.measured["seed_params"][epoch].any()), "seeds lived when rows began to rest, and to the end"
+    for name, tensor in whole.tensors().items():
+        torch.testing.assert_close(rested.tensors()[name], tensor, rtol=0, atol=1e-6, equal_nan=True, msg=name)
+
+
 def test_a_new_episode_knows_nothing_of_the_last_one() -> None:
     env = toy_env(4)
     env.reset(env.family.scenarios(4))

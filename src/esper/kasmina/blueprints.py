@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -110,6 +111,15 @@ class Prototype:
         reach = (self.blueprint.reach or extent) / extent
         logs = [math.log1p(v / self.shape.channels) for v in (self.cost.params, self.cost.flops)]
         return (*flags, *logs, min(reach, 1.0))
+
+
+def range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(centre, radius) of newborn weights, [blueprints, P of the largest] each."""
+    width = max(p.layout.size for p in prototypes)
+    ranges = [p.range or (torch.empty(0), torch.empty(0)) for p in prototypes]
+    centre, radius = (torch.stack([F.pad(part, (0, width - len(part))) for part in each]).to(device)
+                      for each in zip(*ranges, strict=True))
+    return centre, radius
 
 
 def _refuse_unliftable(name: str, module: nn.Module, shape: SlotShape) -> None:

@@ -58,7 +58,7 @@ class Group:
 
     slot: int
     prototype: Prototype
-    rows: Tensor  # [G] rows of the population, CPU
+    rows: Tensor  # [G] rows of the pack, CPU
     style: Tensor  # [G] CPU
     incubating: bool
 
@@ -86,15 +86,16 @@ class Pack:
     """Everything alive as one flat vector with its moments, copied out of the banks and written back. Groups
     are padded to a `MULTIPLE` of rows: nothing depends on the padding, nothing of it is written back."""
 
-    def __init__(self, banks: list[Bank], layout: Layout, groups: list[Group], lr: Tensor, decay: Tensor,
-                 clips: tuple[float, float], trainable: Tensor | None, dtype: torch.dtype) -> None:
-        """`layout` is the hosts'; `dtype` is what passes compute in."""
-        self.banks, self.groups, self.dtype = banks, groups, dtype
+    def __init__(self, banks: list[Bank], hosts: Tensor, layout: Layout, groups: list[Group], lr: Tensor,
+                 decay: Tensor, clips: tuple[float, float], trainable: Tensor | None,
+                 dtype: torch.dtype) -> None:
+        """`hosts` [W] are the population's rows that it holds, in this order: its own row w is hosts[w].
+        `layout` is the hosts'; `dtype` is what passes compute in."""
+        self.hosts, self.groups, self.dtype = hosts, groups, dtype
         self.device, exact = banks[0].weights.device, banks[0].weights.dtype
-        hosts = torch.arange(len(banks[0].weights))
         self.padding = [-len(g.rows) % MULTIPLE[self.device.type] for g in groups]
         self._parts = [_Part(banks[0], hosts, hosts.to(self.device), banks[0].weights.shape[1], 0)]
-        self._parts += [_Part(banks[1 + g.slot], g.rows, g.rows.to(self.device), g.size, extra)
+        self._parts += [_Part(banks[1 + g.slot], hosts[g.rows], hosts[g.rows].to(self.device), g.size, extra)
                         for g, extra in zip(groups, self.padding, strict=True)]
         counts = [len(part.rows) + part.extra for part in self._parts]
         self.rows = torch.cat([torch.cat([part.rows, part.rows[:1].expand(part.extra)])
@@ -153,8 +154,8 @@ class Pack:
             bank.steps[rows] = steps.flatten()[: len(rows)]
 
     def locate(self, slots: int) -> tuple[Tensor, Tensor]:
-        """(group [N, S], index in it [N, S]) of every seed in the pack, -1 where there is none."""
-        group_of = torch.full((len(self.banks[0].weights), slots), -1)
+        """(group [W, S], index in it [W, S]) of every seed in the pack, -1 where there is none."""
+        group_of = torch.full((len(self.hosts), slots), -1)
         index_of = group_of.clone()
         for number, group in enumerate(self.groups):
             group_of[group.rows, group.slot] = number
@@ -263,18 +264,18 @@ class Pass:
                  shadow: bool = False, incubate: Tensor | None = None, compiled: bool = False,
                  branches: list[Tensor] | None = None, columns: tuple[Tensor, Tensor] | None = None,
                  keys: Tensor | None = None) -> None:
-        """`alpha` [R, S]; `env` [R] maps pass rows to population rows (None is every row, in order).
+        """`alpha` [R, S]; `env` [R] maps pass rows to rows of the pack (None is every row, in order).
 
         `shadow` lets gradients reach incubating groups alone. `incubate` [R, S] is the alpha of ghosts that
         learn straight through; None wires none. `compiled` runs the host's stages through `torch.compile`.
         `branches` names for each slot the pass rows that later rows copy in front of it: those start there,
         not at the input. `columns` names the samples of the rows that start at the input, and the labels of
-        all rows (None is `env`). With the rows' `keys` [N] hosts train, with noise; else they evaluate.
+        all rows (None is `env`). With the rows' `keys` [W] hosts train, with noise; else they evaluate.
         """
         self.host, self.pack, self.shadow, self.compiled, slots = host, pack, shadow, compiled, style.shape[1]
         self.env = None if env is None else env.to(pack.device)
         self.columns = (self.env, self.env) if columns is None else tuple(c.to(pack.device) for c in columns)
-        rows = torch.arange(len(pack.banks[0].weights)) if env is None else env
+        rows = torch.arange(len(pack.hosts)) if env is None else env
         wire = functools.partial(self._wire, style, pack.locate(slots))
         empty = torch.empty(0, dtype=torch.int64)
         self.statistics: Weights = {}

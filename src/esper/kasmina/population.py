@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blending import Graft, GrownNetwork
-from esper.kasmina.blueprints import Prototype, find_blueprint, kind_of
+from esper.kasmina.blueprints import find_blueprint, kind_of, range_table
 from esper.kasmina.config import DTYPES, PopulationConfig
 from esper.kasmina.foreign import grow_behind
 from esper.kasmina.hosts import Host, Impairments
@@ -53,11 +52,12 @@ class Population:
         self.life = Lifecycle(rows, self.spec, full.gates)
         widest = [max(p.layout.size for p in row) + row[0].gate_size for row in self.prototypes]
         self.banks = [Bank(rows, size, self.dtype, self.device) for size in (host.layout.size, *widest)]
-        self._ranges = [_range_table(row, self.device) for row in self.prototypes]
+        self._ranges = [range_table(row, self.device) for row in self.prototypes]
         self.keys = torch.zeros(rows, dtype=torch.int64)
         self.trainable = torch.ones(rows, host.layout.size, dtype=self.dtype, device=self.device)
         self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
         self.decay = torch.full_like(self.lr, self.optim.weight_decay)
+        self._working: Tensor | None = None  # [W] rows of this epoch, None is all of them
         self._pack: Pack | None = None
         self._stepper: Stepper | None = None
         self._live: Pass | None = None
@@ -79,15 +79,38 @@ class Population:
         self.banks[0].write(where, weights)
         self.trainable[where] = trainable.to(self.trainable)
 
-    def begin_epoch(self, actions: Tensor) -> None:
-        """One action per row, [N, len(spec.heads)]. Raises before anything is written if one is denied."""
+    def begin_epoch(self, actions: Tensor, resting: Tensor | None = None) -> None:
+        """One action per row, [N, len(spec.heads)]. Raises before anything is written if one is denied.
+
+        Rows at rest, bool [N], do not train: until `end_epoch` samples, rows and alphas are those of the W
+        others, counted among themselves, and what follows runs as if there were no more.
+        """
         self._flush()
+        self._working = None if resting is None or not bool(resting.any()) else (~resting).nonzero().flatten()
         full, before = expand_actions(self.spec, actions), self.life.planted
         self.life.begin_epoch(full)
         self._free(before & ~self.life.planted)
         born = full[:, Head.OP] == LifecycleOp.GERMINATE
         for slot in range(self.spec.slots):
             self._plant((born & (full[:, Head.SLOT] == slot)).nonzero().flatten(), slot)
+
+    def at_work(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Of values by row, along `dim`, those of the rows that train in this epoch."""
+        where = self._working
+        return values if where is None else values.index_select(dim, where.to(values.device))
+
+    def of_all(self, values: Tensor, rest: float) -> Tensor:
+        """Values [W, ...] of the rows that train in this epoch as values of all rows, the others at rest."""
+        if self._working is None:
+            return values
+        out = torch.full((self.rows, *values.shape[1:]), rest, dtype=values.dtype, device=values.device)
+        out[self._working.to(values.device)] = values
+        return out
+
+    @property
+    def count(self) -> int:
+        """Rows that train in this epoch."""
+        return self.rows if self._working is None else len(self._working)
 
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor,
                 stage: SeedStage = SeedStage.HOLDING) -> None:
@@ -118,16 +141,17 @@ class Population:
                 bank.write(rows.to(self.device))
 
     def train_step(self, x: Tensor, y: Tensor) -> Tensor:
-        """A step of all hosts and seeds on samples [B, N, *inputs], labels [B, N]; losses [N] before it."""
-        self._check_samples(x, self.rows)
+        """A step of all hosts and seeds on samples [B, N, *inputs], labels [B, N]; losses [N] before it.
+        Where rows are at rest, N are the others."""
+        self._check_samples(x, self.count)
         if y.shape != (expected := self.objective.label_shape(x)):
             raise EsperError(f"labels have shape {list(y.shape)}; expected {list(expected)}")
         if self._stepper is None:
             self._check_first(x, y)
             pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
-            ghosts = None if shadows else torch.where(life.incubating, life.target, 0.0)
-            main = Pass(self.host, pack, life.style, life.alpha, incubate=ghosts, compiled=self.compile,
-                        keys=self.keys)
+            ghosts = None if shadows else self.at_work(torch.where(life.incubating, life.target, 0.0))
+            main = Pass(self.host, pack, self._style, self._alpha, incubate=ghosts, compiled=self.compile,
+                        keys=self.at_work(self.keys))
             self._stepper = Stepper(pack, main, self._shadow_pass(pack) if shadows else None, self.optim,
                                     self.objective)
         return self._stepper(x, y)
@@ -138,7 +162,7 @@ class Population:
         Samples are [B, N, *inputs]; with a `prefix`, [B, D, *inputs] for the rows that it names. Everything
         else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
         """
-        self._check_samples(x, self.rows if prefix is None else len(prefix.rows))
+        self._check_samples(x, self.count if prefix is None else len(prefix.rows))
         if self._stepper is None:
             shadow = self._shadow_pass(self._packed(), prefix)
             if shadow is None:
@@ -153,14 +177,14 @@ class Population:
             return None
         env = torch.cat([g.rows for g in groups])
         slot = torch.cat([torch.full_like(g.rows, g.slot) for g in groups])
-        alpha = self.life.alpha[env]
-        alpha[torch.arange(len(env)), slot] = self.life.target[env, slot]
+        alpha, keys = self._alpha[env], self.at_work(self.keys)
+        alpha[torch.arange(len(env)), slot] = self.at_work(self.life.target)[env, slot]
         if prefix is None:
-            return Pass(self.host, pack, self.life.style, alpha, env, shadow=True, keys=self.keys)
+            return Pass(self.host, pack, self._style, alpha, env, shadow=True, keys=keys)
         every, origin = torch.arange(len(prefix.rows)), prefix.of[env]
-        return Pass(self.host, pack, self.life.style, torch.cat([self.life.alpha[prefix.rows], alpha]),
+        return Pass(self.host, pack, self._style, torch.cat([self._alpha[prefix.rows], alpha]),
                     torch.cat([prefix.rows, env]), shadow=True, columns=(every, torch.cat([every, origin])),
-                    branches=[origin[slot == s] for s in range(self.spec.slots)], keys=self.keys)
+                    branches=[origin[slot == s] for s in range(self.spec.slots)], keys=keys)
 
     @torch.no_grad()
     def forward(self, x: Tensor, rows: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
@@ -169,19 +193,19 @@ class Population:
         `rows` [R] names population rows (any, repeated or not; None is all N in order), `alpha` [R, S] is in
         place of their alphas: 0 switches a seed off, above 0 previews an incubating one. Live state stays.
         """
-        self._check_samples(x, self.rows if rows is None else len(rows))
+        self._check_samples(x, self.count if rows is None else len(rows))
         pack = self._packed()
         if rows is None and alpha is None:
-            self._live = self._live or Pass(self.host, pack, self.life.style, self.life.alpha)
+            self._live = self._live or Pass(self.host, pack, self._style, self._alpha)
             chosen = self._live
         else:
-            env = torch.arange(self.rows) if rows is None else rows.cpu()
-            alphas = self.life.alpha[env] if alpha is None else alpha.cpu().to(torch.float32)
+            env = torch.arange(self.count) if rows is None else rows.cpu()
+            alphas = self._alpha[env] if alpha is None else alpha.cpu().to(torch.float32)
             shape = (len(env), self.spec.slots)
             if alphas.shape != shape or not bool(((alphas >= 0) & (alphas <= 1)).all()):
                 raise EsperError(f"alpha needs {list(shape)} numbers from 0 to 1; "
                                  f"got shape {list(alphas.shape)}")
-            chosen = Pass(self.host, pack, self.life.style, alphas, env)
+            chosen = Pass(self.host, pack, self._style, alphas, env)
         pack.refresh()
         return self._by_sample(chosen(as_inputs(x, self.compute_dtype)), len(x))
 
@@ -192,13 +216,13 @@ class Population:
         What such a row shares with its live row is computed once: it starts where their alphas first differ.
         The function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
         """
-        pack, live, env = self._packed(), self.life.alpha, rows.cpu()
-        base, of = (torch.arange(self.rows),) * 2 if prefix is None else prefix
-        differs = (alpha.cpu() != live[env]) & self.life.planted[env]
+        pack, live, env = self._packed(), self._alpha, rows.cpu()
+        base, of = (torch.arange(self.count),) * 2 if prefix is None else prefix
+        differs = (alpha.cpu() != live[env]) & self.at_work(self.life.planted)[env]
         first = torch.where(differs.any(1), differs.int().argmax(1), self.spec.slots - 1)
         order = first.argsort(stable=True)
         branches = [of[env[order[first[order] == slot]]] for slot in range(self.spec.slots)]
-        whole = Pass(self.host, pack, self.life.style, torch.cat([live[base], alpha.cpu().float()[order]]),
+        whole = Pass(self.host, pack, self._style, torch.cat([live[base], alpha.cpu().float()[order]]),
                      torch.cat([base, env[order]]), branches=branches)
         back = torch.cat([torch.arange(len(base)), len(base) + order.argsort()]).to(self.device)
 
@@ -213,9 +237,17 @@ class Population:
     def end_epoch(self, contribution: Contribution | None = None) -> None:
         """Record evidence and make the moves of time. Contributions not given are unknown."""
         self._flush()
-        before = self.life.planted
+        self._working, before = None, self.life.planted
         self.life.end_epoch(contribution)
         self._free(before & ~self.life.planted)
+
+    @property
+    def _style(self) -> Tensor:
+        return self.at_work(self.life.style)
+
+    @property
+    def _alpha(self) -> Tensor:
+        return self.at_work(self.life.alpha)
 
     def set_lr(self, lr: Tensor) -> None:
         """Learning rates [N, 1 + S]: the host's, then each slot's. Takes effect with the next step."""
@@ -334,21 +366,22 @@ class Population:
 
     def _packed(self) -> Pack:
         if self._pack is None:
-            trainable = None if bool((self.trainable == 1).all()) else self.trainable
+            trainable = None if bool((self.trainable == 1).all()) else self.at_work(self.trainable)
             clips = (self.optim.host_clip, self.optim.seed_clip)
-            self._pack = Pack(self.banks, self.host.layout, self._groups(), self.lr, self.decay, clips,
-                              trainable, self.compute_dtype)
+            self._pack = Pack(self.banks, self.at_work(torch.arange(self.rows)), self.host.layout,
+                              self._groups(), self.lr, self.decay, clips, trainable, self.compute_dtype)
         return self._pack
 
     def _groups(self) -> list[Group]:
-        groups, incubating, planted = [], self.life.incubating, self.life.planted
+        groups, life = [], self.life
+        incubating, planted, blueprint = map(self.at_work, (life.incubating, life.planted, life.blueprint))
         for slot, prototypes in enumerate(self.prototypes):
             for number, prototype in enumerate(prototypes):
-                mine = planted[:, slot] & (self.life.blueprint[:, slot] == number)
+                mine = planted[:, slot] & (blueprint[:, slot] == number)
                 for young in (False, True):
                     rows = (mine & (incubating[:, slot] == young)).nonzero().flatten()
                     if len(rows) and prototype.layout.size:
-                        groups.append(Group(slot, prototype, rows, self.life.style[rows, slot], young))
+                        groups.append(Group(slot, prototype, rows, self._style[rows, slot], young))
         return groups
 
     def _flush(self) -> None:
@@ -358,12 +391,3 @@ class Population:
             seeds = (pack.places > 0) & pack.real
             self.life.record_gradients(pack.rows[seeds], pack.places[seeds] - 1, pack.finite.cpu()[seeds])
         self._pack = self._stepper = self._live = None
-
-
-def _range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(centre, radius) of newborn weights, [blueprints, P of the largest] each."""
-    width = max(p.layout.size for p in prototypes)
-    ranges = [p.range or (torch.empty(0), torch.empty(0)) for p in prototypes]
-    centre, radius = (torch.stack([F.pad(part, (0, width - len(part))) for part in each]).to(device)
-                      for each in zip(*ranges, strict=True))
-    return centre, radius

@@ -198,7 +198,7 @@ class MorphogeneticEnv:
         rate = self.scenarios.lr * self.family.rate(self.clock, self.scenarios.horizon)
         self.population.set_lr(rate[:, None].repeat(1, 1 + self.spec.slots))
         alpha = self.population.life.alpha
-        self.population.begin_epoch(actions)
+        self.population.begin_epoch(actions, self._resting())
         self.governor.forget((self.population.life.alpha < alpha).any(1).nonzero().flatten())
         train_loss = self.train()
         evidence = self.evaluate(self.validation())
@@ -224,10 +224,21 @@ class MorphogeneticEnv:
         return 1 if free else TEMPOS[self.spec.defaults[Head.TEMPO]]
 
     def train(self) -> Tensor:
-        """One epoch of every row; mean losses [N]."""
+        """One epoch of every row; mean losses [N], NaN of rows at rest."""
         self.feed.begin_epoch(self.clock)
-        losses = [self.population.train_step(*self.feed.train(step)) for step in range(self.feed.steps)]
-        return torch.stack(losses).mean(0).cpu().float()
+        losses = [self.population.train_step(*self._at_work(self.feed.train(step)))
+                  for step in range(self.feed.steps)]
+        return self.population.of_all(torch.stack(losses).mean(0).cpu().float(), torch.nan)
+
+    def _resting(self) -> Tensor:
+        """bool [N]: rows whose episode had its last epoch, unless all had. By the clock alone: an episode
+        that the governor ended trains on, so that what befalls a row changes no bit of its neighbours."""
+        resting = self.clock >= self.scenarios.horizon
+        return resting & ~resting.all()
+
+    def _at_work(self, samples: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = samples
+        return self.population.at_work(x, 1), self.population.at_work(y, 1)
 
     def evaluate(self, samples: Iterator[tuple[Tensor, Tensor]]) -> Evidence:
         """What every row is worth on these samples, and each of its seeds."""
@@ -255,7 +266,7 @@ class MorphogeneticEnv:
     def _chunks(self, read: Callable[[int, int], tuple[Tensor, Tensor]], first: int,
                 last: int) -> Iterator[tuple[Tensor, Tensor]]:
         chunk = max(50, self.at_once(self.rows))
-        return (read(start, min(start + chunk, last)) for start in range(first, last, chunk))
+        return (self._at_work(read(start, min(start + chunk, last))) for start in range(first, last, chunk))
 
     def at_once(self, rows: int) -> int:
         """Samples that an evaluation of so many rows should run at once."""

@@ -49,12 +49,13 @@ class _Plan:
 
 
 def plan(population: Population) -> _Plan:
-    """As few extra rows as answer every question: equal networks are run once."""
+    """As few extra rows as answer every question: equal networks are run once. N are the rows at work."""
     life = population.life
-    rows, slots = life.alpha.shape
+    alphas_on, targets, incubating = map(population.at_work, (life.alpha, life.target, life.incubating))
+    rows, slots = alphas_on.shape
     every = torch.arange(rows)
-    on = (life.alpha > 0) & life.planted
-    fossil = on & life.at(SeedStage.FOSSILIZED)
+    on = (alphas_on > 0) & population.at_work(life.planted)
+    fossil = on & population.at_work(life.at(SeedStage.FOSSILIZED))
     envs, alphas, count = [], [], rows
     without, previewed = torch.full((rows, slots), -1), torch.full((rows, slots), -1)
 
@@ -68,9 +69,9 @@ def plan(population: Population) -> _Plan:
 
     for slot in range(slots):
         for table, mask, value in ((without, on[:, slot], torch.zeros(rows)),
-                                   (previewed, life.incubating[:, slot], life.target[:, slot])):
+                                   (previewed, incubating[:, slot], targets[:, slot])):
             mine = mask.nonzero().flatten()
-            alpha = life.alpha[mine]
+            alpha = alphas_on[mine]
             alpha[:, slot] = value[mine]
             table[mine, slot] = add(mine, alpha)
     seeds, kept = on.sum(1), fossil.sum(1)
@@ -80,31 +81,32 @@ def plan(population: Population) -> _Plan:
     all_off[several] = add(several, torch.zeros(len(several), slots))
     delivered = torch.where(kept == seeds, every, all_off)
     some = ((kept > 0) & (kept < seeds)).nonzero().flatten()
-    delivered[some] = add(some, torch.where(fossil, life.alpha, 0.0)[some])
+    delivered[some] = add(some, torch.where(fossil, alphas_on, 0.0)[some])
     return _Plan(torch.cat(envs), torch.cat(alphas), without, previewed, all_off, delivered)
 
 
 @torch.no_grad()
 def evaluate(population: Population, chunks: Iterable[tuple[Tensor, Tensor]]) -> Evidence:
-    """Measure every row and its counterfactuals on chunks (x [B, N, *inputs], y [B, N])."""
-    todo = plan(population)
+    """Measure every row and its counterfactuals on chunks (x [B, N, *inputs], y [B, N]). Rows at rest are not
+    in the chunks, and nothing is known of them."""
+    todo, count = plan(population), population.count
     outputs_of = population.probe(todo.env, todo.alpha) if len(todo.env) else population.forward
     means, gains, errors = measure(population.objective, outputs_of, todo.env.to(population.device),
-                                   population.rows, chunks, SMOOTH)
+                                   count, chunks, SMOOTH)
 
     def paired(where: Tensor, sign: int) -> Contribution:
         """Gain in smooth score: of the live row over an extra one, or the other way round."""
         known = where >= 0
-        extra = (where - population.rows).clamp(min=0)
-        if not len(todo.env):
-            nothing = torch.zeros(where.shape)
-            return Contribution(nothing, nothing.clone(), known)
-        value, error = sign * gains[extra], errors[extra]
+        extra = (where - count).clamp(min=0)
+        value = error = torch.zeros(where.shape)
+        if len(todo.env):
+            value, error = sign * gains[extra], errors[extra]
         known = known & value.isfinite() & error.isfinite()
-        return Contribution(torch.where(known, value, 0.0), torch.where(known, error, 0.0), known)
+        value, error = (torch.where(known, t, 0.0) for t in (value, error))
+        return Contribution(*(population.of_all(t, 0) for t in (value, error, known)))
 
-    every = torch.arange(population.rows)
-    on, off, delivered = (Scores(*means[:, where]) for where in (every, todo.all_off, todo.delivered))
+    on, off, delivered = (Scores(*(population.of_all(score, torch.nan) for score in means[:, where]))
+                          for where in (torch.arange(count), todo.all_off, todo.delivered))
     return Evidence(on, off, delivered, paired(todo.without, 1), paired(todo.previewed, -1))
 
 
