@@ -65,7 +65,7 @@ def _correlate(x: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.bmm(tap, view) if bias is None else torch.baddbmm(bias.unsqueeze(2), tap, view)
     for tap, view in zip(more, others, strict=True):
         out.baddbmm_(tap, view)
-    return out.unflatten(2, (-1, x.shape[3]))
+    return out.view(*out.shape[:2], -1, x.shape[3])
 
 
 class Norm(torch.autograd.Function):
