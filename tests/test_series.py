@@ -51,6 +51,21 @@ def test_pools_of_images_equal_those_of_their_copies(layer: nn.Module, extent: t
     agree(layer, (2, *extent))
 
 
+class Mirror(nn.ReLU):
+    """Somebody's own: what a pool makes of it is not what it makes of a pool."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+def test_a_pool_changes_places_with_a_plain_relu_alone() -> None:
+    agree(nn.Sequential(Mirror(), nn.MaxPool1d(2)), (4, 8))
+    watched, seen = nn.Sequential(nn.ReLU(), nn.MaxPool1d(2)), []
+    watched[0].register_forward_hook(lambda layer, args, out: seen.append(out.shape[-1]))
+    agree(watched, (4, 8))
+    assert set(seen) == {8}
+
+
 def test_of_equal_neighbours_the_first_gets_the_gradient_as_in_pytorch() -> None:
     x = torch.zeros(1, 2, 1, 4, 4, dtype=torch.float64).requires_grad_()
     pooled = lifted(nn.MaxPool2d(2), {}, from_copies(x))

@@ -228,10 +228,20 @@ def _scaled(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     return _by_copy(layer.body, w, prefix + "body.", tokens).flatten(1, 2) * scale
 
 
+def _commute(first: Any, second: Any) -> bool:
+    """A ReLU and a max pool behind it, neither of which anybody watches."""
+    return (type(first) is nn.ReLU and type(second) in (nn.MaxPool1d, nn.MaxPool2d)
+            and not second.return_indices and not any(map(_hooked, (first, second))))
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def _sequential(layer: Any, w: Weights, prefix: str, x: Tensor) -> Tensor:
     children = list(layer._modules.items())
     for at, ((_, first), (_, second)) in enumerate(itertools.pairwise(children)):
-        if isinstance(first, nn.ReLU) and isinstance(second, (nn.MaxPool1d, nn.MaxPool2d)):
+        if _commute(first, second):
             children[at : at + 2] = children[at + 1], children[at]  # the same, of fewer numbers
     for name, child in children:
         x = lifted(child, w, x, f"{prefix}{name}.")
@@ -264,8 +274,7 @@ LIFTED: dict[type[nn.Module], Callable[[Any, Weights, str, Tensor], Tensor]] = {
 
 def lifted(module: nn.Module, w: Weights, x: Tensor, prefix: str = "") -> Tensor:
     """G copies of `module` on x, copy g with the weights w[name][g]."""
-    hooked = module._forward_pre_hooks or module._forward_hooks
-    rule = None if hooked else LIFTED.get(type(module))
+    rule = None if _hooked(module) else LIFTED.get(type(module))
     out = NotImplemented if rule is None else rule(module, w, prefix, x)
     if out is not NotImplemented:
         return out
@@ -282,7 +291,7 @@ def _by_copy(module: nn.Module, w: Weights, prefix: str, x: Tensor) -> Tensor:
 def opening(module: nn.Module, series: bool) -> Opening | None:
     """The norm that a module of vectors, or of series, begins with: modules that begin alike can share it."""
     first = next(iter(module), module) if type(module) is nn.Sequential else module
-    if any(part._forward_pre_hooks or part._forward_hooks for part in (module, first)):
+    if _hooked(module) or _hooked(first):
         return None
     if series:
         return ((), first.eps) if type(first) is nn.GroupNorm and first.num_groups == 1 else None
