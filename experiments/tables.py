@@ -662,8 +662,8 @@ depends on who else uses the cores. {store}
 
 ## What to know before comparing
 
-- CPU figures come from a shared machine and vary from run to run. Over six runs the environment was 3.4 to 3.7
-  times as fast as the naive loop with `conv1d` hosts, and 4.5 to 4.8 times with `mlp` hosts (2026-11-18, 167fd00);
+- CPU figures come from a shared machine and vary from run to run. Over five runs the environment was 3.4 to 3.7
+  times as fast as the naive loop with `conv1d` hosts, and 4.6 to 4.8 times with `mlp` hosts (2026-11-18, 167fd00 and 26430e9);
   the table shows one of them. Before series had a layout of their own it was 2.0 to 2.6 with `conv1d`.
 - What bounds the CPU at 32 hosts: of a step of `conv1d` (17 ms) half is the hosts, which is memory traffic (two threads
   are 1.3 times one); the other half is some 1,200 small operations of 18 groups of seeds, 7 microseconds each. A step of
