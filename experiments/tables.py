@@ -665,13 +665,13 @@ depends on who else uses the cores. {store}
 - CPU figures come from a shared machine and vary from run to run. Over five runs the environment was 3.4 to 3.7
   times as fast as the naive loop with `conv1d` hosts, and 4.6 to 4.8 times with `mlp` hosts (2026-11-18, 167fd00 and 26430e9);
   the table shows one of them. Before series had a layout of their own it was 2.0 to 2.6 with `conv1d`.
-- What bounds the CPU at 32 hosts: of a step of `conv1d` (17 ms) half is the hosts, which is memory traffic (two threads
+- What bounds the CPU at 32 hosts, by profiles that are not kept: of a step of `conv1d` (17 ms) half is the hosts, which is memory traffic (two threads
   are 1.3 times one); the other half is some 1,200 small operations of 18 groups of seeds, 7 microseconds each. A step of
   `mlp` (3.3 ms) is half hosts, half seeds; if all seeds had the form of the largest, and so ran as one group in each slot,
   it would be 17 % faster. Two threads with half of the rows each were no faster at 32 rows (they wait for Python's lock),
   1.4 times at 128.
 - Rows whose episode is over rest. Episodes of `mnist1d` (12 or 20 epochs, 32 rows, random growth) take 11.7 s, 13.4 s if
-  everybody trains to the end, and took 25.9 s before both changes (2026-11-18, 2 cores).
+  everybody trains to the end, and took 25.9 s before both changes (2026-11-18, 2 cores; medians of three, timed by hand).
 - On busy cores set `OMP_NUM_THREADS=1`: threads that wait for each other cost most of the time.
 - On the CPU stacking pays while single operations are small. At image sizes the loop catches up.
 - The population's CPU loop clips all hosts in one batched pass, which is faster than one `clip_grad_norm_` per

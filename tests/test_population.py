@@ -38,6 +38,45 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, b[name]), name
 
 
+def test_rows_at_rest_change_no_bit_and_the_others_train_as_if_alone() -> None:
+    whole, few = small(dtype=torch.float64), small(rows=4, dtype=torch.float64)
+    others = torch.tensor([0, 2, 3, 5])
+    live(whole, 3, seed=1)
+    few.restore(torch.arange(4), whole.snapshot(others))
+    resting = torch.ones(6, dtype=torch.bool)
+    resting[others] = False
+    before = whole.snapshot(ALL[resting])
+    wait = torch.tensor([whole.spec.action(LifecycleOp.WAIT)])
+    x, y = batch(few, 4, torch.Generator().manual_seed(2))
+    whole.begin_epoch(wait.repeat(6, 1), resting)
+    few.begin_epoch(wait.repeat(4, 1))
+    torch.testing.assert_close(whole.train_step(x, y), few.train_step(x, y), rtol=0, atol=1e-12)
+    torch.testing.assert_close(whole.forward(x), few.forward(x), rtol=0, atol=1e-12)
+    for name, tensor in whole.snapshot(ALL[resting]).items():
+        assert not name.startswith("bank.") or torch.equal(tensor, before[name]), name
+    for name, tensor in few.snapshot(torch.arange(4)).items():
+        if name.startswith("bank."):
+            torch.testing.assert_close(whole.snapshot(others)[name], tensor, rtol=0, atol=1e-12, msg=name)
+    whole.end_epoch()
+    assert whole.forward(batch(whole, 4, torch.Generator().manual_seed(2))[0]).shape[1] == 6
+
+
+def test_an_epoch_that_is_refused_leaves_nobody_at_rest() -> None:
+    population = small()
+    wait = torch.tensor([population.spec.action(LifecycleOp.WAIT)]).repeat(6, 1)
+    kept = wait.clone()
+    kept[0, Head.OP] = LifecycleOp.FOSSILIZE
+    resting = torch.arange(6) == 3
+    with pytest.raises(EsperError):
+        population.begin_epoch(kept, resting)
+    for wrong in (resting[:5], resting.long(), torch.ones(6, dtype=torch.bool)):
+        with pytest.raises(EsperError, match="resting needs 6 truth values"):
+            population.begin_epoch(wait, wrong)
+    assert population.count == 6
+    population.begin_epoch(wait, resting)
+    assert population.count == 5
+
+
 def test_keys_are_uniform_and_order_matters() -> None:
     keys = mix(torch.arange(200), 5)
     draw = uniform(keys, 500).double()

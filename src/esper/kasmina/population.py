@@ -86,9 +86,10 @@ class Population:
         others, counted among themselves, and what follows runs as if there were no more.
         """
         self._flush()
-        self._working = None if resting is None or not bool(resting.any()) else (~resting).nonzero().flatten()
+        working = self._check_resting(resting)
         full, before = expand_actions(self.spec, actions), self.life.planted
         self.life.begin_epoch(full)
+        self._working = working
         self._free(before & ~self.life.planted)
         born = full[:, Head.OP] == LifecycleOp.GERMINATE
         for slot in range(self.spec.slots):
@@ -96,8 +97,7 @@ class Population:
 
     def at_work(self, values: Tensor, dim: int = 0) -> Tensor:
         """Of values by row, along `dim`, those of the rows that train in this epoch."""
-        where = self._working
-        return values if where is None else values.index_select(dim, where.to(values.device))
+        return values if (at := self._working) is None else values.index_select(dim, at.to(values.device))
 
     def of_all(self, values: Tensor, rest: float) -> Tensor:
         """Values [W, ...] of the rows that train in this epoch as values of all rows, the others at rest."""
@@ -141,8 +141,7 @@ class Population:
                 bank.write(rows.to(self.device))
 
     def train_step(self, x: Tensor, y: Tensor) -> Tensor:
-        """A step of all hosts and seeds on samples [B, N, *inputs], labels [B, N]; losses [N] before it.
-        Where rows are at rest, N are the others."""
+        """A step of all hosts and seeds on samples [B, N, *inputs], labels [B, N]; losses [N] before it."""
         self._check_samples(x, self.count)
         if y.shape != (expected := self.objective.label_shape(x)):
             raise EsperError(f"labels have shape {list(y.shape)}; expected {list(expected)}")
@@ -265,6 +264,14 @@ class Population:
         if self.host.tokens and not x.is_cuda and not 0 <= int(x.min()) <= int(x.max()) < self.host.classes:
             raise EsperError(f"tokens go from {int(x.min())} to {int(x.max())}; this host knows 0 to "
                              f"{self.host.classes - 1}")  # beyond them lie the embeddings of other rows
+
+    def _check_resting(self, resting: Tensor | None) -> Tensor | None:
+        """The rows at work; None is all of them."""
+        if resting is None:
+            return None
+        if resting.dtype != torch.bool or resting.shape != (self.rows,) or bool(resting.all()):
+            raise EsperError(f"resting needs {self.rows} truth values, one a row, and not all of them true")
+        return (~resting).nonzero().flatten().cpu() if bool(resting.any()) else None
 
     def _by_sample(self, outputs: Tensor, batch: int) -> Tensor:
         """[R, B, O] as [B, R, O], and of tokens, [R, B * T, O] as [B, R, T, O]."""

@@ -127,8 +127,8 @@ class Normalised(torch.autograd.Function):
 
 
 class MaxOfPairs(torch.autograd.Function):
-    """The larger of each two neighbours along `dim`, whose size is even; of equal ones the first gets the
-    gradient. PyTorch's pooling does the same, but keeps places for the backward, ten times as slowly."""
+    """The larger of each two neighbours along `dim`, whose size is even, of series or images; of equal ones
+    the first gets the gradient. PyTorch's pooling does the same, but keeps places, ten times as slowly."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:

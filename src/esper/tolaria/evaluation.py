@@ -51,10 +51,10 @@ class _Plan:
 def plan(population: Population) -> _Plan:
     """As few extra rows as answer every question: equal networks are run once. N are the rows at work."""
     life = population.life
-    alphas_on, targets, incubating = map(population.at_work, (life.alpha, life.target, life.incubating))
-    rows, slots = alphas_on.shape
+    live, targets, incubating = map(population.at_work, (life.alpha, life.target, life.incubating))
+    rows, slots = live.shape
     every = torch.arange(rows)
-    on = (alphas_on > 0) & population.at_work(life.planted)
+    on = (live > 0) & population.at_work(life.planted)
     fossil = on & population.at_work(life.at(SeedStage.FOSSILIZED))
     envs, alphas, count = [], [], rows
     without, previewed = torch.full((rows, slots), -1), torch.full((rows, slots), -1)
@@ -71,7 +71,7 @@ def plan(population: Population) -> _Plan:
         for table, mask, value in ((without, on[:, slot], torch.zeros(rows)),
                                    (previewed, incubating[:, slot], targets[:, slot])):
             mine = mask.nonzero().flatten()
-            alpha = alphas_on[mine]
+            alpha = live[mine]
             alpha[:, slot] = value[mine]
             table[mine, slot] = add(mine, alpha)
     seeds, kept = on.sum(1), fossil.sum(1)
@@ -81,7 +81,7 @@ def plan(population: Population) -> _Plan:
     all_off[several] = add(several, torch.zeros(len(several), slots))
     delivered = torch.where(kept == seeds, every, all_off)
     some = ((kept > 0) & (kept < seeds)).nonzero().flatten()
-    delivered[some] = add(some, torch.where(fossil, alphas_on, 0.0)[some])
+    delivered[some] = add(some, torch.where(fossil, live, 0.0)[some])
     return _Plan(torch.cat(envs), torch.cat(alphas), without, previewed, all_off, delivered)
 
 
