@@ -10,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports Triton: its kernels are tested on the CPU
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 

@@ -22,7 +22,7 @@ def test_upstream_gradients_equal_plain_autograd(kind: str, style: Style) -> Non
         bank.weights += 0.1 * torch.randn(bank.weights.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x, y = batch(population, 6, torch.Generator().manual_seed(1))
     wait(population).train_step(x, y)
-    stepper = population._stepper
+    stepper = population._run.stepper
     grad = stepper.pack.gradient(population.objective.losses(stepper.main(x), y).sum())
     weights, _ = population.host.layout.split(stepper.pack.views(grad)[0])
     for row in range(8):

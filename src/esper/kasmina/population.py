@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from esper.kasmina.blending import Graft, GrownNetwork
 from esper.kasmina.blueprints import find_blueprint, kind_of, range_table
 from esper.kasmina.config import DTYPES, PopulationConfig
+from esper.kasmina.engine import engines_of
+from esper.kasmina.engine.epoch import EngineEpoch
 from esper.kasmina.foreign import grow_behind
+from esper.kasmina.grouped import Grouped
 from esper.kasmina.hosts import Host, Impairments
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.lift import draw_rows
 from esper.kasmina.objectives import find_objective
-from esper.kasmina.packing import Bank, Group, Pack, Pass, Prefix, as_inputs
-from esper.kasmina.stepping import Stepper
+from esper.kasmina.packing import Bank, Prefix
 from esper.leyline import Contribution, EsperError, Head, LifecycleOp, StateFormatError, Style
 from esper.leyline.codec import from_dict, to_dict
 from esper.leyline.keys import mix, seeded
@@ -58,9 +60,8 @@ class Population:
         self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
         self.decay = torch.full_like(self.lr, self.optim.weight_decay)
         self._working: Tensor | None = None  # [W] rows of this epoch, None is all of them
-        self._pack: Pack | None = None
-        self._stepper: Stepper | None = None
-        self._live: Pass | None = None
+        self._engines = engines_of(self)
+        self._running: Grouped | EngineEpoch | None = None
         self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
 
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
@@ -145,15 +146,9 @@ class Population:
         self._check_samples(x, self.count)
         if y.shape != (expected := self.objective.label_shape(x)):
             raise EsperError(f"labels have shape {list(y.shape)}; expected {list(expected)}")
-        if self._stepper is None:
+        if self._run.untrained:
             self._check_first(x, y)
-            pack, life, shadows = self._packed(), self.life, self.incubation == "shadow"
-            ghosts = None if shadows else self.at_work(torch.where(life.incubating, life.target, 0.0))
-            main = Pass(self.host, pack, self._style, self._alpha, incubate=ghosts, compiled=self.compile,
-                        keys=self.at_work(self.keys))
-            self._stepper = Stepper(pack, main, self._shadow_pass(pack) if shadows else None, self.optim,
-                                    self.objective)
-        return self._stepper(x, y)
+        return self._run.train(x, y)
 
     def shadow_step(self, x: Tensor, y: Tensor, prefix: Prefix | None = None) -> None:
         """A step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`.
@@ -162,28 +157,8 @@ class Population:
         else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
         """
         self._check_samples(x, self.count if prefix is None else len(prefix.rows))
-        if self._stepper is None:
-            shadow = self._shadow_pass(self._packed(), prefix)
-            if shadow is None:
-                raise EsperError("no row has an incubating seed that could take a shadow step")
-            self._stepper = Stepper(self._packed(), None, shadow, self.optim, self.objective)
-        self._stepper(x, y)
-
-    def _shadow_pass(self, pack: Pack, prefix: Prefix | None = None) -> Pass | None:
-        """Rows in which one incubating seed each runs at its target alpha behind a stopped host."""
-        groups = sorted((g for g in pack.groups if g.incubating), key=lambda group: group.slot)
-        if not groups:
-            return None
-        env = torch.cat([g.rows for g in groups])
-        slot = torch.cat([torch.full_like(g.rows, g.slot) for g in groups])
-        alpha, keys = self._alpha[env], self.at_work(self.keys)
-        alpha[torch.arange(len(env)), slot] = self.at_work(self.life.target)[env, slot]
-        if prefix is None:
-            return Pass(self.host, pack, self._style, alpha, env, shadow=True, keys=keys)
-        every, origin = torch.arange(len(prefix.rows)), prefix.of[env]
-        return Pass(self.host, pack, self._style, torch.cat([self._alpha[prefix.rows], alpha]),
-                    torch.cat([prefix.rows, env]), shadow=True, columns=(every, torch.cat([every, origin])),
-                    branches=[origin[slot == s] for s in range(self.spec.slots)], keys=keys)
+        if not self._run.shadow(x, y, prefix):
+            raise EsperError("no row has an incubating seed that could take a shadow step")
 
     @torch.no_grad()
     def forward(self, x: Tensor, rows: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
@@ -193,20 +168,14 @@ class Population:
         place of their alphas: 0 switches a seed off, above 0 previews an incubating one. Live state stays.
         """
         self._check_samples(x, self.count if rows is None else len(rows))
-        pack = self._packed()
-        if rows is None and alpha is None:
-            self._live = self._live or Pass(self.host, pack, self._style, self._alpha)
-            chosen = self._live
-        else:
-            env = torch.arange(self.count) if rows is None else rows.cpu()
-            alphas = self._alpha[env] if alpha is None else alpha.cpu().to(torch.float32)
-            shape = (len(env), self.spec.slots)
-            if alphas.shape != shape or not bool(((alphas >= 0) & (alphas <= 1)).all()):
+        if rows is not None:
+            rows = rows.cpu()
+        if alpha is not None:
+            alpha, shape = alpha.cpu().to(torch.float32), (x.shape[1], self.spec.slots)
+            if alpha.shape != shape or not bool(((alpha >= 0) & (alpha <= 1)).all()):
                 raise EsperError(f"alpha needs {list(shape)} numbers from 0 to 1; "
-                                 f"got shape {list(alphas.shape)}")
-            chosen = Pass(self.host, pack, self._style, alphas, env)
-        pack.refresh()
-        return self._by_sample(chosen(as_inputs(x, self.compute_dtype)), len(x))
+                                 f"got shape {list(alpha.shape)}")
+        return self._by_sample(self._run.forward(x, rows, alpha), len(x))
 
     def probe(self, rows: Tensor, alpha: Tensor, prefix: Prefix | None = None) -> Callable[[Tensor], Tensor]:
         """A function of samples [B, N, *inputs], to logits [B, N + R, classes]: all live rows (or the D rows
@@ -215,21 +184,12 @@ class Population:
         What such a row shares with its live row is computed once: it starts where their alphas first differ.
         The function holds until weights change hands again (`begin_epoch`, `end_epoch`, `reset`).
         """
-        pack, live, env = self._packed(), self._alpha, rows.cpu()
-        base, of = (torch.arange(self.count),) * 2 if prefix is None else prefix
-        differs = (alpha.cpu() != live[env]) & self.at_work(self.life.planted)[env]
-        first = torch.where(differs.any(1), differs.int().argmax(1), self.spec.slots - 1)
-        order = first.argsort(stable=True)
-        branches = [of[env[order[first[order] == slot]]] for slot in range(self.spec.slots)]
-        whole = Pass(self.host, pack, self._style, torch.cat([live[base], alpha.cpu().float()[order]]),
-                     torch.cat([base, env[order]]), branches=branches)
-        back = torch.cat([torch.arange(len(base)), len(base) + order.argsort()]).to(self.device)
+        outputs_of = self._run.probe(rows.cpu(), alpha.cpu().float(), prefix)
 
         @torch.no_grad()
         def run(x: Tensor) -> Tensor:
-            self._check_samples(x, len(base))
-            pack.refresh()
-            return self._by_sample(whole(as_inputs(x, self.compute_dtype)).index_select(0, back), len(x))
+            self._check_samples(x, self.count if prefix is None else len(prefix.rows))
+            return self._by_sample(outputs_of(x), len(x))
 
         return run
 
@@ -240,22 +200,14 @@ class Population:
         self.life.end_epoch(contribution)
         self._free(before & ~self.life.planted)
 
-    @property
-    def _style(self) -> Tensor:
-        return self.at_work(self.life.style)
-
-    @property
-    def _alpha(self) -> Tensor:
-        return self.at_work(self.life.alpha)
-
     def set_lr(self, lr: Tensor) -> None:
         """Learning rates [N, 1 + S]: the host's, then each slot's. Takes effect with the next step."""
         if lr.shape != self.lr.shape:
             raise EsperError(f"rates have shape {list(lr.shape)}; "
                              f"expected {list(self.lr.shape)}: host, then slots")
         self.lr = lr.detach().cpu().double().clone()
-        if self._pack is not None:
-            self._pack.set_lr(self.lr)
+        if self._running is not None:
+            self._running.set_lr(self.lr)
 
     def _check_samples(self, x: Tensor, rows: int) -> None:
         if x.dim() < 2 or not len(x) or x.shape[1] != rows or x.shape[2:] != self.host.inputs:
@@ -371,30 +323,17 @@ class Population:
             population.life.epoch, population.life.open = int(header["epoch"]), bool(header["open"])
         return population
 
-    def _packed(self) -> Pack:
-        if self._pack is None:
-            trainable = None if bool((self.trainable == 1).all()) else self.at_work(self.trainable)
-            clips = (self.optim.host_clip, self.optim.seed_clip)
-            self._pack = Pack(self.banks, self.at_work(torch.arange(self.rows)), self.host.layout,
-                              self._groups(), self.lr, self.decay, clips, trainable, self.compute_dtype)
-        return self._pack
-
-    def _groups(self) -> list[Group]:
-        groups, life = [], self.life
-        incubating, planted, blueprint = map(self.at_work, (life.incubating, life.planted, life.blueprint))
-        for slot, prototypes in enumerate(self.prototypes):
-            for number, prototype in enumerate(prototypes):
-                mine = planted[:, slot] & (blueprint[:, slot] == number)
-                for young in (False, True):
-                    rows = (mine & (incubating[:, slot] == young)).nonzero().flatten()
-                    if len(rows) and prototype.layout.size:
-                        groups.append(Group(slot, prototype, rows, self._style[rows, slot], young))
-        return groups
+    @property
+    def _run(self) -> Grouped | EngineEpoch:
+        """How this epoch is run; what it reads from the banks holds until `_flush`."""
+        if self._running is None:
+            engines = self._engines
+            usable = engines is not None and engines.fit()
+            self._running = EngineEpoch(self, engines) if usable else Grouped(self)  # type: ignore[arg-type]
+        return self._running
 
     def _flush(self) -> None:
-        """Write a trained pack back to the banks; whatever reads or writes banks comes after this."""
-        if (pack := self._pack) is not None and pack.steps_taken:
-            pack.write_back()
-            seeds = (pack.places > 0) & pack.real
-            self.life.record_gradients(pack.rows[seeds], pack.places[seeds] - 1, pack.finite.cpu()[seeds])
-        self._pack = self._stepper = self._live = None
+        """What was trained goes back to the banks; whatever reads or writes banks comes after this."""
+        if self._running is not None:
+            self._running.finish()
+        self._running = None

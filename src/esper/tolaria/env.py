@@ -21,7 +21,7 @@ from esper.leyline.views import SCORES, About, Facts, Seeds, View
 from esper.tolaria.evaluation import Evidence, Scores, evaluate
 from esper.tolaria.feed import Feed
 from esper.tolaria.governor import RULES, Governor, GovernorConfig
-from esper.tolaria.previews import PreviewConfig, preview_candidates
+from esper.tolaria.previews import PreviewConfig, preview_candidates, scratch_for
 from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData, find_task, load_task
 
@@ -270,8 +270,17 @@ class MorphogeneticEnv:
 
     def at_once(self, rows: int) -> int:
         """Samples that an evaluation of so many rows should run at once."""
-        widest = max(math.prod(shape.sample) for shape in self.family.host.slots.shapes)
-        return max(1, MOST_AT_ONCE[self.population.device.type] // (rows * widest))
+        return max(1, MOST_AT_ONCE[self.population.device.type] // (rows * self.widest))
+
+    @property
+    def widest(self) -> int:
+        """Numbers of a sample behind a stage, at most."""
+        return max(math.prod(shape.sample) for shape in self.family.host.slots.shapes)
+
+    @functools.cached_property
+    def scratch(self) -> Population:
+        """Where previews train; kept, as the programs are that were captured for it."""
+        return scratch_for(self)
 
     def charge(self, flops: Tensor, shadow: Tensor, epochs: float = 1.0) -> None:
         """Let rows pay for training seeds of these forward FLOPs [N, ...] for so many epochs: three times the

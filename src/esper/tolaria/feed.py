@@ -17,6 +17,8 @@ from esper.tolaria.scenarios import Family, Scenarios
 from esper.tolaria.tasks import TaskData
 
 NOISES = 4096  # vectors in the bank from which samples draw their noise
+TOGETHER = {"cpu": 0, "cuda": 10_000_000}
+"""Numbers of training samples that are read at once: many small kernels would keep a device waiting."""
 
 
 class Feed:
@@ -40,7 +42,9 @@ class Feed:
         self.noise = torch.zeros(rows, device=device)
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device)
         self.places = torch.arange(width, device=device).repeat(rows, 1)  # [N, F]: their sources
-        self._order = self.subset  # [N, n] of this epoch
+        self._order = self.subset  # [n, N] of this epoch
+        self._steps = max(1, TOGETHER[device.type] // (self.batch * rows * width))
+        self._block: tuple[int, Tensor, Tensor] | None = None  # first sample, samples and labels of some steps
         self._clock = torch.zeros(rows, dtype=torch.int64, device=device)
         generator = torch.Generator().manual_seed(0)
         self._noises = torch.randn(NOISES, width, generator=generator).to(device)
@@ -68,6 +72,7 @@ class Feed:
         def told(name: str) -> Tensor:
             return scenarios.of_kind(name).to(self.device)
 
+        self._block = None
         self.key[where] = key
         self.subset[where] = _shuffled(mix(key, Purpose.SUBSET), n)
         self.count[where] = torch.where(told("samples") > 0, told("samples"), n).clamp(max=n)
@@ -87,15 +92,21 @@ class Feed:
 
     def begin_epoch(self, clock: Tensor) -> None:
         """Fix the order of this epoch from each row's clock [N]."""
-        self._clock = clock.to(self.device)
+        self._clock, self._block = clock.to(self.device), None
         place = _shuffled(mix(self.key, Purpose.ORDER, self._clock), len(self.x))
         self._order = self.subset.gather(1, place % self.count[:, None]).t().contiguous()  # [n, N]
 
     def train(self, step: int) -> tuple[Tensor, Tensor]:
         """Batch `step` of the epoch: samples [B, N, *inputs] and their labels."""
-        sample = self._order[step * self.batch : (step + 1) * self.batch]
-        labels = self.y[sample] if self.objective.tokens else self.labels.t().gather(0, sample)
-        return self._read(self.x, sample, 0, self.family.augment), labels
+        span = self._steps * self.batch
+        begin = step * self.batch
+        first = begin - begin % span
+        if self._block is None or self._block[0] != first:
+            sample = self._order[first : min(first + span, self.steps * self.batch)]
+            labels = self.y[sample] if self.objective.tokens else self.labels.t().gather(0, sample)
+            self._block = first, self._read(self.x, sample, 0, self.family.augment), labels
+        x, y = (part[begin - first : begin - first + self.batch] for part in self._block[1:])
+        return x, y
 
     def validation(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Validation samples start..stop."""

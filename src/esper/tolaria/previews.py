@@ -34,12 +34,24 @@ class PreviewConfig:
                              f"got {self.every} and {self.steps}")
 
 
-def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | None = None,
-                       most: int = 2048) -> Contribution:
+MOST, NUMBERS = 2048, 100_000_000
+"""Candidates that are trained at once, and numbers of a batch behind a stage that they compute at once."""
+
+
+def scratch_for(env: "MorphogeneticEnv") -> Population:
+    """Where candidates are trained, as many rows as at once."""
+    slots, blueprints = env.spec.slots, env.spec.blueprints
+    heads = tuple(head for head in Head if head is not Head.STYLE or head in env.spec.heads)
+    everything = replace(ActionSpec.full(slots, blueprints), heads=heads)
+    config = replace(env.population.config, spec=everything, incubation="shadow", compile=False)
+    fit = max(1, NUMBERS // (env.feed.batch * env.widest))
+    return Population(config, min(MOST, fit, env.rows * slots * len(blueprints)))
+
+
+def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | None = None) -> Contribution:
     """Loss drops [N, S, K] on the validation slice, unknown where a slot is taken: every blueprint in every
-    empty slot of these rows (None is all) is trained behind a copy of its stopped host, `most` candidates at
-    once. Nothing of the environment changes but what the rows have spent: a preview is paid for like any
-    training."""
+    empty slot of these rows (None is all) is trained behind a copy of its stopped host. Nothing of the
+    environment changes but what the rows have spent: a preview is paid for like any training."""
     population, spec = env.population, env.spec
     shape = (env.rows, spec.slots, len(spec.blueprints))
     chosen = torch.zeros(env.rows, dtype=torch.bool)
@@ -48,7 +60,7 @@ def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | 
     real = torch.tensor([prototype.layout.size > 0 for prototype in population.prototypes[0]])
     known = empty[:, :, None] & real
     previews = Contribution(torch.zeros(shape), torch.zeros(shape), known.clone())
-    for part in known.nonzero().split(most) if bool(known.any()) else ():
+    for part in known.nonzero().split(env.scratch.rows) if bool(known.any()) else ():
         value, error = _train(env, part, steps)
         sound, where = value.isfinite() & error.isfinite(), tuple(part.t())
         previews.value[where] = torch.where(sound, value, 0)
@@ -62,17 +74,17 @@ def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | 
 def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """(loss drop, its error) of candidates [R, 3]: row, slot, blueprint."""
     population, (row, slot, blueprint) = env.population, candidates.t()
-    everything = ActionSpec.full(env.spec.slots, env.spec.blueprints)
-    config = replace(population.config, spec=everything, incubation="shadow", compile=False)
-    scratch, every = Population(config, len(row)), torch.arange(len(row))
+    scratch, every = env.scratch, torch.arange(len(row))
     scratch.restore(every, population.snapshot(row))
-    full = torch.tensor([everything.action(LifecycleOp.GERMINATE)]).repeat(len(row), 1)
-    full[:, Head.SLOT], full[:, Head.BLUEPRINT] = slot, blueprint
+    spec = scratch.spec
+    full = torch.tensor([spec.action(LifecycleOp.WAIT)]).repeat(scratch.rows, 1)
+    full[every] = torch.tensor(spec.action(LifecycleOp.GERMINATE))
+    full[every, Head.SLOT], full[every, Head.BLUEPRINT] = slot, blueprint
     rate = env.scenarios.lr * env.family.rate(env.clock, env.scenarios.horizon)
-    rates = torch.zeros(len(row), 1 + env.spec.slots, dtype=torch.float64)
+    rates = torch.zeros(scratch.rows, 1 + spec.slots, dtype=torch.float64)
     rates[every, 1 + slot] = rate[row]
     scratch.set_lr(rates)
-    scratch.begin_epoch(full)
+    scratch.begin_epoch(full, torch.arange(scratch.rows) >= len(row))
     env.feed.begin_epoch(env.clock)
     hosts, of = row.unique(return_inverse=True)
     prefix = Prefix(torch.searchsorted(of, torch.arange(len(hosts))), of)  # candidates come row by row
@@ -80,10 +92,12 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     for step in range(steps):
         x, y = env.feed.train(step % env.feed.steps)
         scratch.shadow_step(x.index_select(1, where), y.index_select(1, where), prefix)
-    alpha = scratch.life.alpha.clone()
+    alpha = scratch.life.alpha[every]
     alpha[every, slot] = scratch.life.target[every, slot]
     piece = env.at_once(len(row))
     chunks = ((a.index_select(1, where), b.index_select(1, where))
               for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
     probe = scratch.probe(every, alpha, prefix)
-    return measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)[1:]
+    measured = measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)
+    scratch.end_epoch()
+    return measured[1:]

@@ -1,0 +1,324 @@
+"""Backward: the gradient of one op of every row, to its weights and to what it read. The twin of `forward`.
+
+Gradients of weights are left as one sum per program of the grid; the update adds them up. Nothing is added
+atomically, so results are the same every time.
+"""
+
+import triton
+import triton.language as tl
+
+from esper.kasmina.engine.forward import (
+    BLOCK,
+    DEPTHWISE,
+    GATE,
+    GLU,
+    MAP,
+    MEAN,
+    MODULATE,
+    NORM,
+    POOL,
+    WIDE,
+    flat_tile,
+    map_weights,
+    normalised,
+    packed_columns,
+    read,
+    tap_columns,
+    window_max,
+)
+
+
+@triton.jit
+def pass_on(d, at, value, x, source, mask, ACT: tl.constexpr, ADD: tl.constexpr):
+    """Send a gradient on to what was read, through its activation."""
+    if ACT > 0:
+        before = tl.load(x + source, mask, 0.0).to(tl.float32)
+        if ACT == 1:
+            value = tl.where(before <= 0, 0.0, value)
+        elif ACT == 2:
+            bend = tl.sigmoid(before)
+            value *= bend + before * bend * (1 - bend)
+        else:
+            bend = 2 * tl.sigmoid(2 * before) - 1
+            value *= 1 - bend * bend
+    if ADD:
+        value += tl.load(d + at, mask, 0.0).to(tl.float32)
+    tl.store(d + at, value, mask)
+
+
+@triton.jit
+def store_by_channel(to, values, step, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ROUND: tl.constexpr,
+                     ROWS: tl.constexpr):
+    """Add up a sample's numbers [ROUND] channel by channel, and write the sums, `step` apart."""
+    c, place = tl.arange(0, ROWS), tl.arange(0, ROUND)
+    mine = (place // POSITIONS)[None, :] == c[:, None]
+    tl.store(to + c * step, tl.sum(tl.where(mine, values[None, :], 0.0), 1), c < CHANNELS)
+
+
+@triton.jit
+def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, grads, alpha, count, trains, passes,
+           OPS: tl.constexpr, AT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr, MATRIX: tl.constexpr,
+           PRECISION: tl.constexpr):
+    code: tl.constexpr = OPS[AT + 0]
+    ACT: tl.constexpr = OPS[AT + 1]
+    weight: tl.constexpr = OPS[AT + 2]
+    bias: tl.constexpr = OPS[AT + 3]
+    inputs: tl.constexpr = OPS[AT + 4]
+    outputs: tl.constexpr = OPS[AT + 5]
+    taps: tl.constexpr = OPS[AT + 6]
+    wide: tl.constexpr = OPS[AT + 7]
+    height: tl.constexpr = OPS[AT + 8]
+    across: tl.constexpr = OPS[AT + 9]
+    columns: tl.constexpr = OPS[AT + 10]
+    input_step: tl.constexpr = OPS[AT + 11]
+    column_step: tl.constexpr = OPS[AT + 12]
+    output_step: tl.constexpr = OPS[AT + 13]
+    out_column_step: tl.constexpr = OPS[AT + 14]
+    channels: tl.constexpr = OPS[AT + 15]
+    positions: tl.constexpr = OPS[AT + 16]
+    size: tl.constexpr = OPS[AT + 17]
+    last: tl.constexpr = OPS[AT + 18]
+    NUMBERS: tl.constexpr = OPS[AT + 19]
+    SAMPLES: tl.constexpr = OPS[AT + 20]
+    OUT: tl.constexpr = OPS[AT + 21]
+    SPAN: tl.constexpr = OPS[AT + 22]
+    PACKED: tl.constexpr = OPS[AT + 23]
+    COLUMNS: tl.constexpr = OPS[AT + 24]
+    ROWS: tl.constexpr = OPS[AT + 25]
+    IN: tl.constexpr = OPS[AT + 26]
+    SPANS: tl.constexpr = OPS[AT + 27]
+    ADD: tl.constexpr = BLEND and FIRST
+    if BLEND and last:
+        g, g_sample = y_grad, h_sample
+    else:
+        alpha = 1.0
+    if ADD:
+        d, d_sample = y_grad, h_sample
+    sends = passes or not FIRST
+    w, b = grads + weight, grads + bias
+    if code == NORM:
+        to_scale, to_shift = tl.zeros([NUMBERS], tl.float32), tl.zeros([NUMBERS], tl.float32)
+        for start in range(0, count, SAMPLES):
+            value, sample, place, mask = flat_tile(x, x_sample, start, count, size, NUMBERS, SAMPLES, ACT)
+            value, inverse = normalised(value, mask, size)
+            grad = alpha * read(g, sample * g_sample + place, mask, 0)
+            if weight >= 0:
+                to_scale += tl.sum(grad * value, 0)
+                to_shift += tl.sum(grad, 0)
+            if sends:
+                if weight >= 0:
+                    grad *= tl.load(weights + weight + place // positions, place < size, 0.0)
+                tilt = tl.sum(grad * value, 1) / size
+                grad = (grad - (tl.sum(grad, 1) / size)[:, None] - value * tilt[:, None]) * inverse[:, None]
+                pass_on(d, sample * d_sample + place, grad, x, sample * x_sample + place, mask, ACT, ADD)
+        if weight >= 0 and trains:
+            store_by_channel(w, to_scale, 1, positions, channels, NUMBERS, ROWS)
+            store_by_channel(b, to_shift, 1, positions, channels, NUMBERS, ROWS)
+    elif code == MAP:
+        WIDE_TAPS: tl.constexpr = 3 if wide == 3 else 1
+        end = count * columns
+        if trains:
+            for block in tl.static_range(0, outputs, OUT):
+                j, shift = block + tl.arange(0, OUT), tl.zeros([OUT], tl.float32)
+                if PACKED > 0:
+                    k = tl.arange(0, PACKED)
+                    total = tl.zeros([OUT, PACKED], tl.float32)
+                    for start in range(0, end, COLUMNS):
+                        n = start + tl.arange(0, COLUMNS)
+                        grad = tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns, output_step,
+                                           out_column_step, 0)
+                        shift += tl.sum(grad, 1)
+                        value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
+                                               input_step, ACT)
+                        total = tl.dot(grad.to(MATRIX), tl.trans(value.to(MATRIX)), total,
+                                       input_precision=PRECISION)
+                    mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
+                    tl.store(w + (j * (inputs * taps))[:, None] + k[None, :], alpha * total, mask)
+                else:
+                    for line in range(0, taps // WIDE_TAPS):
+                        for first in tl.static_range(0, inputs, IN):
+                            i, tap = first + tl.arange(0, IN), line * WIDE_TAPS
+                            left, middle = tl.zeros([OUT, IN], tl.float32), tl.zeros([OUT, IN], tl.float32)
+                            right = tl.zeros([OUT, IN], tl.float32)
+                            for start in range(0, end, COLUMNS):
+                                n = start + tl.arange(0, COLUMNS)
+                                grad = tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns, output_step,
+                                                   out_column_step, 0)
+                                if first == 0:
+                                    shift += tl.where(line == 0, tl.sum(grad, 1), 0.0)
+                                grad = grad.to(MATRIX)
+                                value = tap_columns(x, x_sample, i, n, end, tap, inputs, taps, wide, height, across,
+                                                    columns, input_step, column_step, ACT)
+                                left = tl.dot(grad, tl.trans(value.to(MATRIX)), left, input_precision=PRECISION)
+                                if WIDE_TAPS == 3:  # a gradient is read once for the three
+                                    value = tap_columns(x, x_sample, i, n, end, tap + 1, inputs, taps, wide, height,
+                                                        across, columns, input_step, column_step, ACT)
+                                    middle = tl.dot(grad, tl.trans(value.to(MATRIX)), middle,
+                                                    input_precision=PRECISION)
+                                    value = tap_columns(x, x_sample, i, n, end, tap + 2, inputs, taps, wide, height,
+                                                        across, columns, input_step, column_step, ACT)
+                                    right = tl.dot(grad, tl.trans(value.to(MATRIX)), right, input_precision=PRECISION)
+                            mask = (j < outputs)[:, None] & (i < inputs)[None, :]
+                            at = (j * (inputs * taps))[:, None] + (i * taps + tap)[None, :]
+                            tl.store(w + at, alpha * left, mask)
+                            if WIDE_TAPS == 3:
+                                tl.store(w + at + 1, alpha * middle, mask)
+                                tl.store(w + at + 2, alpha * right, mask)
+                if bias >= 0:
+                    tl.store(b + j, alpha * shift, j < outputs)
+        if sends:
+            for start in range(0, end, COLUMNS):
+                n = start + tl.arange(0, COLUMNS)
+                for first in tl.static_range(0, inputs, IN):
+                    i, total = first + tl.arange(0, IN), tl.zeros([IN, COLUMNS], tl.float32)
+                    for tap in range(0, taps):
+                        for block in tl.static_range(0, outputs, OUT):
+                            j = block + tl.arange(0, OUT)
+                            grad = tap_columns(g, g_sample, j, n, end, taps - 1 - tap, outputs, taps, wide, height,
+                                               across, columns, output_step, out_column_step, 0)
+                            matrix = map_weights(weights + weight, j, i, tap, outputs, inputs, taps, MATRIX)
+                            total = tl.dot(tl.trans(matrix), grad.to(MATRIX), total, input_precision=PRECISION)
+                    spot = (n % columns * column_step)[None, :] + (i * input_step)[:, None]
+                    sample, mask = (n // columns)[None, :], (i < inputs)[:, None] & (n < end)[None, :]
+                    pass_on(d, sample * d_sample + spot, alpha * total, x, sample * x_sample + spot, mask, ACT,
+                            ADD)
+    elif code == DEPTHWISE:
+        if trains:
+            for tap in tl.static_range(-1 if bias >= 0 else 0, taps):  # -1 is the bias
+                total = tl.zeros([NUMBERS], tl.float32)
+                for start in range(0, count, SAMPLES):
+                    grad, sample, place, mask = flat_tile(g, g_sample, start, count, size, NUMBERS, SAMPLES, 0)
+                    if tap >= 0:
+                        position = place % positions
+                        row = position // across + tap // wide - taps // wide // 2
+                        along = position % across + tap % wide - wide // 2
+                        mask = mask & (row >= 0) & (row < height) & (along >= 0) & (along < across)
+                        source = sample * x_sample + place - position + row * across + along
+                        grad = tl.where(mask, grad * read(x, source, mask, ACT), 0.0)
+                    total += alpha * tl.sum(grad, 0)
+                if tap >= 0:
+                    store_by_channel(w + tap, total, taps, positions, channels, NUMBERS, ROWS)
+                else:
+                    store_by_channel(b, total, 1, positions, channels, NUMBERS, ROWS)
+        if sends:
+            for start in range(0, count * size, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                sample, place, mask = at // size, at % size, at < count * size
+                position, total = place % positions, tl.zeros([BLOCK], tl.float32)
+                for tap in tl.static_range(0, taps):
+                    row = position // across - (tap // wide - taps // wide // 2)
+                    along = position % across - (tap % wide - wide // 2)
+                    inside = mask & (row >= 0) & (row < height) & (along >= 0) & (along < across)
+                    grad = read(g, sample * g_sample + place - position + row * across + along, inside, 0)
+                    factors = tl.load(weights + weight + place // positions * taps + tap, mask, 0.0)
+                    total += tl.where(inside, alpha * grad * factors, 0.0)
+                pass_on(d, sample * d_sample + place, total, x, sample * x_sample + place, mask, ACT, ADD)
+    elif code == GATE:
+        to_weight, to_bias = tl.zeros([NUMBERS], tl.float32), 0.0
+        for start in range(0, count, SAMPLES):
+            host, sample, place, mask = flat_tile(h, h_sample, start, count, size, NUMBERS, SAMPLES, 0)
+            factors = tl.load(weights + weight + place // positions, place < size, 0.0)
+            gate = tl.sigmoid(tl.sum(host * factors, 1) / positions + tl.load(weights + bias))
+            grad = alpha * read(g, sample * g_sample + place, mask, 0)
+            value = read(x, sample * x_sample + place, mask, ACT)
+            score = tl.sum(grad * value, 1) * gate * (1 - gate)  # of what the sigmoid read
+            to_weight += tl.sum(tl.where(mask, score[:, None] * host, 0.0), 0) / positions
+            to_bias += tl.sum(score, 0)
+            pass_on(d, sample * d_sample + place, grad * gate[:, None], x, sample * x_sample + place, mask, ACT, False)
+            if passes:
+                spot = sample * h_sample + place
+                kept = read(y_grad, spot, mask, 0)
+                tl.store(y_grad + spot, kept + score[:, None] * factors / positions, mask)
+        if trains:
+            store_by_channel(w, to_weight, 1, positions, channels, NUMBERS, ROWS)
+            tl.store(b, to_bias)
+    elif code == MODULATE:
+        p = tl.arange(0, SPAN)
+        for start in range(0, count * channels, SPANS):
+            at = start + tl.arange(0, SPANS)
+            sample, channel, mask = at // channels, at % channels, at < count * channels
+            inside = mask[:, None] & (p < positions)[None, :]
+            place = (channel * positions)[:, None] + p[None, :]
+            spot = (sample * h_sample)[:, None] + place
+            grad = alpha * read(g, (sample * g_sample)[:, None] + place, inside, 0)
+            host = read(h, spot, inside, 0)
+            if passes:
+                kept = read(y_grad, spot, inside, 0)
+                factor = read(x, sample * x_sample + channel, mask, ACT)
+                tl.store(y_grad + spot, kept + grad * factor[:, None], inside)
+            total = tl.sum(grad * host, 1)
+            pass_on(d, sample * d_sample + channel, total, x, sample * x_sample + channel, mask, ACT, False)
+    elif code == POOL:
+        two: tl.constexpr = height > 1
+        after: tl.constexpr = (across + 1) // 2
+        tall: tl.constexpr = (height + 1) // 2 if two else 1
+        windows: tl.constexpr = channels * tall * after
+        if sends:
+            for start in range(0, count * windows, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                sample, window, mask = at // windows, at % windows, at < count * windows
+                up, left = window % (tall * after) // after, window % after
+                whole = mask & (left < across // 2)
+                if two:
+                    whole = whole & (up < height // 2)
+                corner = window // (tall * after) * positions + up * (2 if two else 1) * across + left * 2
+                target = window // (tall * after) * (size // channels) + up * (across // 2) + left
+                best = window_max(x, sample * x_sample + corner, whole, across, two, ACT)
+                grad = alpha * read(g, sample * g_sample + target, whole, 0)
+                for turn in tl.static_range(0, 4 if two else 2):  # of equal ones the first wins
+                    spot = corner + turn // 2 * across + turn % 2
+                    inside = mask & (left * 2 + turn % 2 < across)
+                    if two:
+                        inside = inside & (up * 2 + turn // 2 < height)
+                    value = read(x, sample * x_sample + spot, inside, ACT)
+                    wins = whole & ((value == best) | (value != value))
+                    pass_on(d, sample * d_sample + spot, tl.where(wins, grad, 0.0), x, sample * x_sample + spot,
+                            inside, ACT, ADD)
+                    grad = tl.where(wins, 0.0, grad)
+    elif sends:
+        numbers: tl.constexpr = channels * positions if code == MEAN else size
+        for start in range(0, count * numbers, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            sample, place, mask = at // numbers, at % numbers, at < count * numbers
+            source = sample * x_sample + place
+            if code == MEAN:
+                grad = alpha * read(g, sample * g_sample + place // positions, mask, 0) / positions
+            else:
+                grad = alpha * read(g, sample * g_sample + place, mask, 0)
+            if code == GLU:
+                value, gate = read(x, source, mask, 0), tl.sigmoid(read(x, source + size, mask, 0))
+                pass_on(d, sample * d_sample + size + place, grad * value * gate * (1 - gate), x, source, mask, 0,
+                        ADD)
+                grad *= gate
+            pass_on(d, sample * d_sample + place, grad, x, source, mask, ACT if code != GLU else 0, ADD)
+
+
+@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "rows", "width", "x_row", "x_sample", "g_row",
+                               "g_sample", "h_row", "h_sample", "d_row", "d_sample", "slots"])
+def backward(x, x_rows, x_row, x_sample, h, h_rows, h_row, h_sample, y_grad, g, g_row, g_sample, d, d_row, d_sample,
+             weights, grads, rows, width, table, level, levels, kinds, flags, env, alphas, slots, batch, per,
+             OPS: tl.constexpr, COUNT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr, MATRIX: tl.constexpr,
+             PRECISION: tl.constexpr):
+    """g is the gradient of what the op wrote, d of what it read. Behind a seed's last op the gradient is
+    `y_grad` times alpha; in front of its first, d is added to `y_grad`, which so becomes that of its host.
+    Flags: 1, its weights learn; 2, what it reads asks for its gradient."""
+    row, begin = tl.program_id(0), tl.program_id(1) * per
+    kind, flag, count = tl.load(kinds + row), tl.load(flags + row), tl.minimum(batch - begin, per)
+    if kind < 0 or flag == 0 or count <= 0:
+        return
+    which = tl.load(table + kind * levels + level)
+    x += tl.load(x_rows + row).to(tl.int64) * x_row + begin * x_sample
+    g += row.to(tl.int64) * g_row + begin * g_sample
+    d += row.to(tl.int64) * d_row + begin * d_sample
+    alpha = 1.0
+    if BLEND:
+        h += tl.load(h_rows + row).to(tl.int64) * h_row + begin * h_sample
+        y_grad += row.to(tl.int64) * h_row + begin * h_sample
+        alpha = tl.load(alphas + row * slots)
+    place = tl.load(env + row).to(tl.int64)
+    grads += (tl.program_id(1) * rows + place) * width
+    weights += place * width
+    for number in tl.static_range(0, COUNT):
+        if which == number:
+            one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, grads, alpha, count,
+                   (flag & 1) > 0, (flag & 2) > 0, OPS, number * WIDE, BLEND, FIRST, MATRIX, PRECISION)
