@@ -143,6 +143,31 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+BARE = """
+import os, sys
+os.chdir({root!r})
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+sys.modules.update(dict.fromkeys(["gymnasium", "mnist1d", "playwright", "ray", "textual", "tyro", "xdist"]))
+import pytest, torch
+torch.cuda.is_available = lambda: True
+assert not pytest.main(["-q", "-p", "no:cacheprovider", "--collect-only", "-k", "cuda", *{files}])
+"""
+
+
+def test_the_gpu_command_names_all_tests_on_cuda_and_needs_few_packages(server: ForkServerContext, tmp_path: Path) -> None:
+    (names,) = re.findall(r"pytest -k cuda tests/test_\{([\w,]+)\}\.py", (ROOT / "docs" / "architecture.md").read_text())
+    files = [f"tests/test_{name}.py" for name in names.split(",")]
+    on_cuda = re.compile(r"^def test_\w+\([^)]*\bdevice: str|skipif\(not torch\.cuda", re.MULTILINE)
+    assert files == [f"tests/{path.name}" for path in sorted(ROOT.glob("tests/test_*.py")) if on_cuda.search(path.read_text())]
+    code = BARE.format(root=str(ROOT), files=files)
+    process = server.Process(target=run_pasted, args=(code, tmp_path))
+    process.start()
+    process.join()
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 0, said
+    assert files == re.findall(r"^tests/\w+\.py", said, re.MULTILINE), "every file has some"
+
+
 def test_tables_are_what_the_committed_json_gives() -> None:
     assert tables.stale() == []
 

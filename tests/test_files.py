@@ -25,7 +25,7 @@ from esper.leyline.storage import (
 )
 from esper.simic.training import TrainConfig
 from esper.tolaria import EnvConfig, PreviewConfig, find_family
-from tests.workshop import shorten
+from tests.test_training import shorten
 
 
 @dataclass(frozen=True)

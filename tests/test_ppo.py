@@ -423,7 +423,7 @@ def test_weights_keep_their_names_when_compiled(quick_compiler: Counters, ratio:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts waits for a device")
 @pytest.mark.parametrize("ends", [0.0, 0.2])
-def test_a_step_waits_for_the_device_once(ends: float) -> None:
+def test_a_step_on_cuda_waits_once(ends: float) -> None:
     """And once more where memories are emptied inside a sequence."""
     mind = agent(device="cuda")
     batch = prepared(mind, ends=ends, cuts=ends)

@@ -45,7 +45,7 @@ from esper.tolaria import (
     find_family,
     register_family,
 )
-from tests.workshop import shorten, toy_data, toy_family
+from tests.workshop import toy_data, toy_family
 
 FAMILY = toy_family(horizons=(6, 7), prices=(1e-4,), flop_prices=(0.01,))
 CONFIG = TrainConfig(EnvConfig(FAMILY, previews=PreviewConfig(3, 2)), rounds=3, rows=8, exam_every=2, exam_rows=6,
@@ -55,6 +55,12 @@ CONFIG = TrainConfig(EnvConfig(FAMILY, previews=PreviewConfig(3, 2)), rounds=3, 
 def toys(config: EnvConfig, rows: int) -> MorphogeneticEnv:
     """Environments on made-up data."""
     return MorphogeneticEnv(config, rows, toy_data(inputs=config.family.host.inputs))
+
+
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    """The family that commands take by default, with few epochs and samples, and a preset that examines few hosts."""
+    patch.setitem(FAMILIES, "mlp", replace(FAMILIES["mlp"], horizons=(8, 9), samples=200, validation=100))
+    patch.setitem(PRESETS, "quick", PRESETS["quick"] | {"exam_rows": 2})
 
 
 def trained(folder: Path, stop_after: int = 99, config: TrainConfig = CONFIG) -> Training:

@@ -1,16 +1,14 @@
 """A small workshop for tests: a family on made-up data that a small host can learn, quickly."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
-from esper.cli.train import PRESETS
 from esper.kasmina import Host, Impairments, Population, blueprints_for
 from esper.leyline import ActionSpec, View
 from esper.tamiyo import Random
-from esper.tolaria import FAMILIES, TASKS, Family, Kind, MorphogeneticEnv, Scenarios, TaskData
+from esper.tolaria import TASKS, Family, Kind, MorphogeneticEnv, Scenarios, TaskData
 from esper.tolaria.env import seeds_of
 
 KINDS = (Kind("plain"), Kind("noisy", noise=0.3, label_noise=0.2), Kind("few", samples=40, width=(0.5,)),
@@ -39,12 +37,6 @@ def toy_env(rows: int = 12, family: Family | None = None, **options: object) -> 
     family = family or toy_family()
     options = {"spec": ActionSpec.full(len(family.host.slots), blueprints_for(family.host.kind))} | options
     return MorphogeneticEnv(family, rows, data=toy_data(inputs=family.host.inputs), **options)  # type: ignore[arg-type]
-
-
-def shorten(patch: pytest.MonkeyPatch) -> None:
-    """The family that commands take by default, with few epochs and samples, and a preset that examines few hosts."""
-    patch.setitem(FAMILIES, "mlp", replace(FAMILIES["mlp"], horizons=(8, 9), samples=200, validation=100))
-    patch.setitem(PRESETS, "quick", PRESETS["quick"] | {"exam_rows": 2})
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,11 @@ class Pack:
         if self._computed is not self.theta:
             self._computed.copy_(self.theta)
 
+    def renew_leaves(self) -> None:
+        """The same weights as new variables. A variable's autograd node belongs to the stream it was made on,
+        and lives on while a module keeps a tensor of its last pass, as weight norm does."""
+        self.weights = [_leaves(each) for each in self.weights]
+
     def gradient(self, loss: Tensor) -> Tensor:
         """d loss / d theta [T], in a buffer that is used again. What no pass reads has none."""
         leaves = [leaf for weights in self.weights for leaf in _flat(weights)]

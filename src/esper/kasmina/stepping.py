@@ -47,6 +47,7 @@ class Stepper:
         self._inputs[1].copy_(y)
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
+            self.pack.renew_leaves()  # capture has a stream of its own
             with torch.cuda.graph(self._graph, pool=_anchor(x.device).pool()):
                 self._losses = self._step(*self._inputs)
         self._graph.replay()
@@ -56,6 +57,7 @@ class Stepper:
     def _warm_up(self) -> Tensor:
         """The first step runs eagerly on a side stream, as capture wants it; it counts like any other."""
         assert self._inputs is not None
+        self.pack.renew_leaves()
         stream = _side_stream(self._inputs[0].device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -66,7 +68,9 @@ class Stepper:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Always the same one: the allocator keeps memory per stream."""
+    """Always the same one: the allocator keeps memory per stream. Not the stream of capture: graphs go on
+    using its cuBLAS workspace, which is dropped with any of them (pytorch#193402). A workspace from a capture
+    lies in the anchor's pool and stays mapped; one from an eager step would not."""
     return torch.cuda.Stream(device)
 
 
