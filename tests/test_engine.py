@@ -105,7 +105,7 @@ def test_adamw_with_decay_clipping_and_frozen_weights(device: str) -> None:
     narrow = torch.ones(3, 3)
 
     def prepare(population: Population) -> None:
-        population.reset(torch.arange(3), torch.arange(3), Impairments(frozen, narrow, ~frozen))
+        population.reset(torch.arange(3), torch.arange(3), Impairments(torch.zeros_like(frozen), narrow, frozen))
         plant(population, torch.tensor([[1, 2, 3], [4, 5, -1], [-1, -1, -1]]), torch.zeros(3, 3, dtype=torch.int64))
         wait(population)
 

@@ -4,6 +4,7 @@ Legend: N rows of the population, R rows that the buffers hold, S slots, B sampl
 what is data: a change of topology writes new whole numbers into tensors that the kernels read.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -113,6 +114,7 @@ class Engine:
         """Buffers for so many rows; what was captured for fewer is gone."""
         self.capacity = total
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._results: dict[str, Tensor] = {}
         places, device = len(self.places), self.device
         self._wiring = torch.zeros(2 + self.slots + 2 * places, total, dtype=torch.int32, device=device)
         self.env, self.column = self._wiring[:2]
@@ -252,19 +254,24 @@ class Engine:
         if name not in self._graphs:
             if not self._graphs:
                 self._compile()
-            self._results: dict[str, Tensor] = getattr(self, "_results", {})
-            stream = torch.cuda.Stream(self.device)
+            stream = _stream(self.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 result = work().clone()
             torch.cuda.current_stream().wait_stream(stream)
             self._graphs[name] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 self._results[name] = work()
             self.captures += 1
             return result
         self._graphs[name].replay()
         return self._results[name].clone()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The engines' own, apart from that of the general path: dropping a graph frees what its stream keeps."""
+    return torch.cuda.Stream(device)
 
 
 def _strides(buffer: Tensor) -> tuple[int, int]:
