@@ -1,4 +1,4 @@
-"""Write docs/results.md, docs/speed.md and README.md's table from the committed JSON, docs/training.md from its dataclasses.
+"""Write docs/results.md, docs/speed.md, drawings and README.md's table from the committed JSON, docs/training.md from its dataclasses.
 
     python -m experiments.tables            # write them
     python -m experiments.tables --check    # exit 1 if one of them is not what the JSON gives
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.leyline.codec import to_dict
+from experiments.scaling import scaling_svg
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("mlp", "mnist1d", "fashion")
@@ -291,7 +292,7 @@ def half_now() -> str:
 
 def speed_population() -> str:
     def row(result: Json) -> list[str]:
-        images = " 8-16-32 on 32x32 images" if result["host"] == "cnn" else ""
+        images = " 8-16-32 on 32x32 images" if result["host"] == "cnn" else f" of {result['parameters']:,} parameters" if "parameters" in result else ""
         compiled = ", compiled" if result["compile"] else ""
         rate = result["samples_per_second"]
         return [f"{result['rows']:,} `{result['host']}`{images}, batch {result['batch']}, {result['dtype']}{compiled}",
@@ -397,7 +398,9 @@ def readme_page(text: str) -> str:
 def pages() -> dict[str, str]:
     """path -> what the committed JSON makes of it."""
     return {"docs/results.md": results_page(), "docs/speed.md": speed_page(), "docs/training.md": settings(),
-            "README.md": readme_page((ROOT / "README.md").read_text())}
+            "README.md": readme_page((ROOT / "README.md").read_text()),
+            **{f"docs/{path.stem}.svg": scaling_svg(json.loads(path.read_text()))
+               for path in sorted((ROOT / "benchmarks" / "results").glob("scaling-*.json"))}}
 
 
 def stale() -> list[str]:
