@@ -5,9 +5,9 @@
     python benchmarks/speed.py --only train_gpu --device cpu --sizes rows=16 updates=2     # a try on the CPU
 
 Figures are measured in their order, the versions in turn, each in a process of its own. Files are written after every
-figure: speed-CHIP.json, scaling-CHIP.json and one for each population. Rates of environments count hosts whose episode
-was running, over whole episodes of the random policy, resets included; `all_rows` counts every row. Kernels, busy share
-and synchronisations are those of one epoch in which every row runs.
+figure: speed-CHIP.json, scaling-CHIP.json and one for each population; calls with the same --commit share them. Rates of
+environments count hosts whose episode was running, over whole episodes of the random policy, resets included; `all_rows`
+counts every row. Kernels, busy share and synchronisations are those of one epoch in which every row runs.
 """
 
 import argparse
@@ -409,7 +409,9 @@ def keep(files: dict[str, Json], name: str, version: str, result: Json, options:
     else:
         if version == "before":  # of the same figure, which this version has begun
             file = next((known for known, each in files.items() if name in each), file)
-        kept = files.setdefault(file, {"bench": figure.file})
+        if file not in files:
+            files[file] = {"bench": figure.file} | _begun(options, file)
+        kept = files[file]
         kept |= stamp
         if version == "before":
             kept["commit_before"] = options.commit_before
@@ -422,6 +424,13 @@ def keep(files: dict[str, Json], name: str, version: str, result: Json, options:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"{file}.json").write_text(json.dumps(files[file], indent=1) + "\n")
+
+
+def _begun(options: argparse.Namespace, file: str) -> Json:
+    """What an earlier call with the same --commit has put into a file."""
+    path = options.out / f"{file}.json" if options.out else None
+    known: Json = json.loads(path.read_text()) if path and options.commit and path.exists() else {}
+    return known if known.get("commit") == options.commit else {}
 
 
 def number_of(words: list[str]) -> Json:

@@ -16,6 +16,7 @@ from benchmarks import all as figures, env, population, rl, speed, vector
 from benchmarks.population import PopulationBench, random_topology
 from experiments import many_workers
 from experiments.scaling import scaling_svg
+from experiments.tables import speed_before_and_after
 
 from common import Bench, Loop, asked, main
 from esper.cli.train import PRESETS
@@ -250,7 +251,8 @@ def test_ways_to_work_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(many_workers.CONFIG, rows=4, scenarios=4, rounds=2, shards=2, threads=1)
     here = many_workers.measure(config, Workers())
     assert here["host-epochs/s"] > 0
-    assert here["first round"] > here["seconds"] > here["computing"] > 0
+    assert here["first round"] > 0
+    assert here["seconds"] > here["computing"] > 0
 
     def measure(config: TrainConfig, workers: Workers) -> dict[str, Any]:
         return here | {"curve": ["as of", str(config.shards)], "seconds": float(config.shards)}
@@ -272,7 +274,7 @@ def test_speed_keeps_what_processes_tell(tmp_path: Path, monkeypatch: pytest.Mon
         assert command[command.index("--sizes") + 1 :] == (["rows=2", "rounds=1"] if before else ["rows=2"])
         if name == "env_mlp_192" and before:
             raise subprocess.TimeoutExpired(command, timeout, output=b"noise\nRESULT {\"rate\": 7}\n")
-        result = {"captures": 20 if before else 1, "rate": 5, **({} if before else {"stamp": {"commit": "abc", "hardware": "NVIDIA H200"}})}
+        result = {"captures": 20 if before else 1, "rate": 5, **({} if before else {"stamp": {"commit": command[command.index("--commit") + 1] or "abc", "hardware": "NVIDIA H200"}})}
         return subprocess.CompletedProcess(command, int(name.startswith("cnn")), "" if name.startswith("cnn") else f"RESULT {json.dumps(result)}", "broken")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -289,8 +291,16 @@ def test_speed_keeps_what_processes_tell(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept["scaling-h200"]["mlp"]["rate"] == 5
     assert speed.main(["--only", "env_mlp_192", "--limit", "-1"]) == 0
     assert "env_mlp_192 after: left out, -1 s are over" in capsys.readouterr().out
+    for commit, figures_kept in (("abc", {"env_mnist1d_192", "env_mlp_192", "env_mlp_1024"}), ("new", {"env_mlp_1024"})):
+        assert speed.main(["--only", "env_mlp_1024", "--out", str(tmp_path), "--sizes", "rows=2", "--commit", commit]) == 0
+        now = json.loads((tmp_path / "speed-h200.json").read_text())
+        assert {name for name in now if name.startswith("env")} == figures_kept, "calls with one commit share a file"
     with pytest.raises(SystemExit):
         speed.main(["--only", "nonsense"])
+    page = speed_before_and_after(told | {"date": "today"})
+    assert "| `env_mnist1d_192` | 5 | 5 | 1.0 |" in page
+    assert "20 before, 1 now" in page
+    assert "cnn_256x128" not in page, "it failed"
 
 
 def test_speed_needs_no_tyro(tmp_path: Path) -> None:
