@@ -23,7 +23,10 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "cpu": [{"host": "conv1d"}, {"host": "mlp"}],
     "cuda": [{"host": "cnn", "rows": 256, "loop_rows": 64, "batch": 128, "device": "cuda",
               "dtype": "bfloat16", "compile": True},
-             {"host": "conv1d", "rows": 256, "loop_rows": 64, "device": "cuda"}],
+             {"host": "conv1d", "rows": 256, "loop_rows": 64, "device": "cuda"},
+             {"host": "resnet", "rows": 32, "loop_rows": 8, "batch": 128, "device": "cuda", "dtype": "bfloat16"},
+             {"host": "gpt", "widths": (48, 48, 48), "classes": 65, "rows": 64, "loop_rows": 16, "batch": 32,
+              "device": "cuda", "dtype": "bfloat16"}],
 }
 
 
@@ -36,6 +39,10 @@ class PopulationBench(Bench):
 
     host: str = "conv1d"
     """Host kind: mlp, conv1d, cnn, resnet or gpt."""
+    widths: tuple[int, ...] = ()
+    """Of the host's stages; by default the kind's own."""
+    classes: int = 10
+    """Classes, or tokens of a gpt's vocabulary."""
     rows: int = 64
     """Hosts in the population."""
     loop_rows: int = 0
@@ -84,7 +91,7 @@ def measure(config: PopulationBench) -> Result:
     """Samples per second of both ways and their ratio, over rounds that take turns."""
     loop_rows = config.loop_rows or config.rows
     generator = torch.Generator().manual_seed(0)
-    population = Population(Host(config.host), config.rows, optim=OptimConfig(lr=1e-3), device=config.device,
+    population = Population(Host(config.host, widths=config.widths, classes=config.classes), config.rows, optim=OptimConfig(lr=1e-3), device=config.device,
                             compute_dtype=DTYPES[config.dtype], compile=config.compile)
     x = torch.randn(config.batch, config.rows, *population.host.inputs, generator=generator)
     x = x.to(config.device, DTYPES[config.dtype])
@@ -114,6 +121,7 @@ def measure(config: PopulationBench) -> Result:
     return {
         "bench": "population",
         **config.sizes(),
+        "parameters": population.host.cost.params,
         "samples_per_second": {way: statistics.median(values) for way, values in rates.items()},
         "rounds_samples_per_second": rates,
         "ratio": statistics.median(a / b for a, b in zip(*rates.values(), strict=True)),

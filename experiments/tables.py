@@ -1,4 +1,4 @@
-"""Write docs/results.md, docs/speed.md and README.md's table from the committed JSON, docs/training.md from its dataclasses.
+"""Write docs/results.md, docs/speed.md, drawings and README.md's table from the committed JSON, docs/training.md from its dataclasses.
 
     python -m experiments.tables            # write them
     python -m experiments.tables --check    # exit 1 if one of them is not what the JSON gives
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.leyline.codec import to_dict
+from experiments.scaling import scaling_svg
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("mlp", "mnist1d", "fashion")
@@ -291,7 +292,7 @@ def half_now() -> str:
 
 def speed_population() -> str:
     def row(result: Json) -> list[str]:
-        images = " 8-16-32 on 32x32 images" if result["host"] == "cnn" else ""
+        images = " 8-16-32 on 32x32 images" if result["host"] == "cnn" else f" of {result['parameters']:,} parameters" if "parameters" in result else ""
         compiled = ", compiled" if result["compile"] else ""
         rate = result["samples_per_second"]
         return [f"{result['rows']:,} `{result['host']}`{images}, batch {result['batch']}, {result['dtype']}{compiled}",
@@ -345,6 +346,27 @@ def speed_store() -> str:
     return f"{measured}:\n\n{table(['', 'median', '95th percentile', 'median, wall', 'limit of the median'], rows)}"
 
 
+def speed_before_and_after(result: Json) -> str:
+    """A section on what `benchmarks/speed.py` measured of two versions in one run."""
+    def row(name: str, both: Json) -> list[str]:
+        versions = [both.get(version, {}) for version in ("before", "after")]
+        after, rates = versions[1], [version.get("rate", 0.0) for version in versions]
+        return [f"`{name}`", *(f"{rate:,.0f}" if rate else "" for rate in rates), f"{rates[1] / rates[0]:.1f}" if all(rates) else "",
+                *(f"{version['kernels']:,}" if "kernels" in version else "" for version in versions),
+                f"{after['busy']:.0%}" if "busy" in after else "", str(after.get("synchronisations", "")),
+                f"{after['reserved'] / 2**30:.1f}" if after.get("reserved") else ""]
+
+    found = {name: both for name, both in result.items() if isinstance(both, dict) and name != "captures" and "rate" in both.get("after", {})}
+    captures = result.get("captures", {})
+    told = f" Captures of graphs in 20 epochs: {captures['before']} before, {captures['after']} now." if len(captures) == 2 else ""
+    head = ["figure", "before", "now", "ratio", "kernels before", "kernels now", "busy now", "waits now", "GiB now"]
+    return (f"## Before and after on {result['hardware']}\n\nHost-epochs per second of whole episodes by the random policy (`env_FAMILY_ROWS`), of\n"
+            "rounds of training with `--preset gpu` whose twins are known (`train_gpu`), and samples per second (`cnn`).\nKernels, "
+            f"busy share and waits are those of one epoch, or step of `cnn`.{told}\n{result['date']}, {result['commit']}, beside "
+            f"{result.get('commit_before') or 'no other'}; `python benchmarks/speed.py`:\n\n"
+            f"{table(head, (row(*item) for item in found.items()))}\n\n")
+
+
 # Pages
 
 
@@ -358,7 +380,10 @@ def results_page() -> str:
 
 
 def speed_page() -> str:
-    return SPEED.format(population=speed_population(), env=speed_env(), rl=speed_rl(), store=speed_store())
+    found = sorted((ROOT / "benchmarks" / "results").glob("speed-*.json"))
+    return SPEED.format(population=speed_population(), env=speed_env(), rl=speed_rl(), store=speed_store(),
+                        gpu="".join(speed_before_and_after(json.loads(path.read_text())) for path in found))
+
 
 def settings() -> str:
     """Every key of a --config file, from the dataclasses that read it."""
@@ -397,7 +422,9 @@ def readme_page(text: str) -> str:
 def pages() -> dict[str, str]:
     """path -> what the committed JSON makes of it."""
     return {"docs/results.md": results_page(), "docs/speed.md": speed_page(), "docs/training.md": settings(),
-            "README.md": readme_page((ROOT / "README.md").read_text())}
+            "README.md": readme_page((ROOT / "README.md").read_text()),
+            **{f"docs/{path.stem}.svg": scaling_svg(json.loads(path.read_text()))
+               for path in sorted((ROOT / "benchmarks" / "results").glob("scaling-*.json"))}}
 
 
 def stale() -> list[str]:
@@ -660,7 +687,7 @@ A round of 30 epochs is committed and sealed in one transaction, while another p
 asks for the panels of a viewer. Times are those of the processes themselves, a commit's for each epoch of its round; wall time
 depends on who else uses the cores. {store}
 
-## What to know before comparing
+{gpu}## What to know before comparing
 
 - CPU figures come from a shared machine and vary from run to run. Over five runs the environment was 3.4 to 3.7
   times as fast as the naive loop with `conv1d` hosts, and 4.6 to 4.8 times with `mlp` hosts (2026-11-18, 167fd00 and 26430e9);

@@ -7,16 +7,26 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
-from benchmarks import all as figures, env, population, rl, vector
+from benchmarks import all as figures, env, population, rl, speed, vector
 from benchmarks.population import PopulationBench, random_topology
+from experiments import many_workers
+from experiments.scaling import scaling_svg
+from experiments.tables import speed_before_and_after
 
 from common import Bench, Loop, asked, main
+from esper.cli.train import PRESETS
 from esper.kasmina import Host, OptimConfig, Population
 from esper.kasmina.devices import check_device
 from esper.leyline import EsperError
+from esper.simic.config import TrainConfig
+from esper.simic.ppo import PPOAgent
+from esper.simic.workers import Workers
+from esper.tolaria import MorphogeneticEnv, Twins, find_family
 from tests.reference import batch, small_hosts
 
 SCRIPTS = Path(__file__).parent.parent / "benchmarks"
@@ -193,6 +203,117 @@ def test_every_draw_fills_every_slot_anew() -> None:
     assert bool((population.life.alpha == 1).all())
 
 
+HERE = speed.Asked("cpu")
+
+
+def test_speed_counts_hosts_whose_episode_runs() -> None:
+    env_of = MorphogeneticEnv(find_family("mlp"), 3)
+    running, seconds = zip(*speed.episode(env_of, 0, "cpu"), strict=True)
+    assert sum(running) == int(env_of.scenarios.horizon.sum())
+    assert len(running) == int(env_of.scenarios.horizon.max())
+    assert min(seconds) > 0
+
+
+def test_scaling_tells_every_size_and_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    found = speed.scaling(HERE, "mlp", (1, 2), 1)
+    assert all(one["rate"] == pytest.approx(1 / one["seconds_per_host_epoch"]) for one in found.values())
+    assert capsys.readouterr().out.count(speed.SIGN) == 2, "what is known is told, should it be cut short"
+    stamp = {"hardware": "a <chip>", "date": "today", "commit": "abc"}
+    known = {rows: one | {"reserved": 2**20, "busy": busy} for (rows, one), busy in zip(found.items(), (0.5, 0.9), strict=True)}
+    drawn = scaling_svg(stamp | {"mlp": known | {"4": {"error": "no memory"}}})
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert drawn.count("<circle") == 4, "two sizes, two panels"
+    assert drawn.count('fill="#4e79a7"') == 3, "the name, and a filled dot in each panel"
+
+
+def test_speed_trains_by_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {**PRESETS["gpu"], "env": {"device": "cpu"}}
+    monkeypatch.setitem(PRESETS, "gpu", found)
+    monkeypatch.setattr(PPOAgent, "update", PPOAgent.update)  # both are timed from now on
+    monkeypatch.setattr(Twins, "_compute", Twins._compute)
+    result = speed.training(HERE, "mlp", 8, 2)
+    assert len(result["rounds_s"]) == 2
+    assert result["round_s"] == result["rounds_s"][1] > result["play_s"] > result["update_s"] > 0
+    assert result["rounds_s"][0] > result["twins_s"] > 0
+
+
+def test_published_populations_can_be_measured_by_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = {"rows": 2, "loop_rows": 1, "batch": 2, "steps": 1, "rounds": 1, "warm_up": 1}
+    for host, least, most in (("resnet", 265_000, 280_000), ("gpt", 90_000, 110_000)):
+        result = speed.hosts(speed.Asked("cpu", sizes=tiny), host)
+        assert least < result["parameters"] < most
+        assert result["ratio"] > 0
+        assert result["file"] == f"population-{host}-cpu-bfloat16"
+    assert capsys.readouterr().out.count("round 1") == 2
+
+
+def test_ways_to_work_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(many_workers.CONFIG, rows=4, scenarios=4, rounds=2, shards=2, threads=1)
+    here = many_workers.measure(config, Workers())
+    assert here["host-epochs/s"] > 0
+    assert here["first round"] > 0
+    assert here["seconds"] > here["computing"] > 0
+
+    def measure(config: TrainConfig, workers: Workers) -> dict[str, Any]:
+        return here | {"curve": ["as of", str(config.shards)], "seconds": float(config.shards)}
+
+    monkeypatch.setattr(many_workers, "measure", measure)
+    seen: list[int] = []
+    result = many_workers.compared(config, told=lambda found: seen.append(len(found)))
+    assert seen == list(range(1, 1 + len(result["ways"])))
+    assert result["same curve"], "of those that play the same shards"
+    assert result["two processes against the best of one"] == 0.5
+    assert {"here", "1 processes", "2 processes", "4 processes"} < set(result["ways"])
+
+
+def test_speed_keeps_what_processes_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A figure that fails, one that is cut short and one without time left do not harm the others."""
+    def run(command: list[str], env: dict[str, str], timeout: float, **options: object) -> subprocess.CompletedProcess[str]:
+        name, before = command[command.index("--one") + 1], "--as-before" in command
+        assert env["PYTHONPATH"].startswith("/early" if before else str(SCRIPTS.parent / "src"))
+        assert command[command.index("--sizes") + 1 :] == (["rows=2", "rounds=1"] if before else ["rows=2"])
+        if name == "env_mlp_192" and before:
+            raise subprocess.TimeoutExpired(command, timeout, output=b"noise\nRESULT {\"rate\": 7}\n")
+        result = {"captures": 20 if before else 1, "rate": 5, **({} if before else {"stamp": {"commit": command[command.index("--commit") + 1] or "abc", "hardware": "NVIDIA H200"}})}
+        return subprocess.CompletedProcess(command, int(name.startswith("cnn")), "" if name.startswith("cnn") else f"RESULT {json.dumps(result)}", "broken")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    names = ["env_mnist1d_192", "cnn_256x128_seeds", "env_mlp_192", "scaling_mlp"]
+    words = ["--before", "/early", "--out", str(tmp_path), "--sizes", "rows=2", "--sizes-before", "rounds=1", "--commit-before", "old"]
+    assert speed.main(["--only", *names, *words]) == 1
+    assert "cnn_256x128_seeds after (0 s): failed: broken" in capsys.readouterr().out
+    kept = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(kept) == {"speed-h200", "scaling-h200"}
+    told = kept["speed-h200"]
+    assert told["captures"] == {"after": 1, "before": 20}
+    assert (told["commit"], told["commit_before"], told["bench"]) == ("abc", "old", "speed")
+    assert told["env_mlp_192"]["before"] == {"rate": 7, "cut short": "no end within 240 s"}
+    assert kept["scaling-h200"]["mlp"]["rate"] == 5
+    assert speed.main(["--only", "env_mlp_192", "--limit", "-1"]) == 0
+    assert "env_mlp_192 after: left out, -1 s are over" in capsys.readouterr().out
+    for commit, figures_kept in (("abc", {"env_mnist1d_192", "env_mlp_192", "env_mlp_1024"}), ("new", {"env_mlp_1024"})):
+        assert speed.main(["--only", "env_mlp_1024", "--out", str(tmp_path), "--sizes", "rows=2", "--commit", commit]) == 0
+        now = json.loads((tmp_path / "speed-h200.json").read_text())
+        assert {name for name in now if name.startswith("env")} == figures_kept, "calls with one commit share a file"
+    with pytest.raises(SystemExit):
+        speed.main(["--only", "nonsense"])
+    page = speed_before_and_after(told | {"date": "today"})
+    assert "| `env_mnist1d_192` | 5 | 5 | 1.0 |" in page
+    assert "20 before, 1 now" in page
+    assert "cnn_256x128" not in page, "it failed"
+
+
+def test_speed_needs_no_tyro(tmp_path: Path) -> None:
+    (tmp_path / "tyro.py").write_text("raise ImportError('not here')")
+    command = [sys.executable, str(SCRIPTS / "speed.py"), "--device", "cpu", "--only", "env_mlp_192", "--sizes", "rows=1", "rounds=1",
+               "--out", str(tmp_path), "--commit", "abc"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
+    result = json.loads((tmp_path / "speed-cpu.json").read_text())
+    assert result["commit"] == "abc"
+    assert {"date", "hardware", "torch", "python"} <= set(result)
+    assert result["env_mlp_192"]["after"]["rate"] > 0, done.stdout
+
+
 def test_freed_memory_is_kept() -> None:
     code = """
 import resource, sys, torch
@@ -236,9 +357,9 @@ def test_a_figure_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     kept, out = tmp_path / "kept", tmp_path / "out"
     kept.mkdir()
     code = "import json, sys; json.dump(dict(a=dict(speed=1.2, same=True), other=7), open(sys.argv[1] + '/x.json', 'w'))"
-    for speed, same, exit_code, said in ((1.1, True, 0, "x: as committed"), (0.5, True, 1, "a.speed: committed 0.5, now 1.2"),
-                                         (1.1, False, 1, "a.same: committed False, now True")):
-        (kept / "x.json").write_text(json.dumps({"a": {"speed": speed, "same": same}, "other": 3}))
+    for rate, same, exit_code, said in ((1.1, True, 0, "x: as committed"), (0.5, True, 1, "a.speed: committed 0.5, now 1.2"),
+                                        (1.1, False, 1, "a.same: committed False, now True")):
+        (kept / "x.json").write_text(json.dumps({"a": {"speed": rate, "same": same}, "other": 3}))
         table = {"x": figures.Figure(f'python -c "{code}" {{out}}', ("x.json",), {"a.speed": 0.2, "*.same": 0.0}, kept=kept),
                  "y": figures.Figure("python -c 1", needs="nothing_like_it")}
         monkeypatch.setattr(figures, "FIGURES", table)
