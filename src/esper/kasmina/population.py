@@ -3,6 +3,7 @@
 Legend: N rows (environments), S slots, B batch, P parameters.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,9 @@ class Population:
         self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
         self.decay = torch.full_like(self.lr, self.optim.weight_decay)
         self._working: Tensor | None = None  # [W] rows of this epoch, None is all of them
-        self._engines = engines_of(self)
+        # What runs it knows it weakly: graphs go when it goes, and not when a collector comes by.
+        self._weak: Population = weakref.proxy(self)
+        self._engines = engines_of(self._weak)
         self._running: Grouped | EngineEpoch | None = None
         self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
 
@@ -329,7 +332,7 @@ class Population:
         if self._running is None:
             engines = self._engines
             usable = engines is not None and engines.fit()
-            self._running = EngineEpoch(self, engines) if usable else Grouped(self)  # type: ignore[arg-type]
+            self._running = EngineEpoch(self._weak, engines) if usable else Grouped(self._weak)  # type: ignore[arg-type]
         return self._running
 
     def _flush(self) -> None:

@@ -1,6 +1,10 @@
 """One training step of a pack: forward, gradient, clip, update. On CUDA it becomes a graph to replay."""
 
 import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +52,7 @@ class Stepper:
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             self.pack.renew_leaves()  # capture has a stream of its own
-            with torch.cuda.graph(self._graph, pool=_anchor(x.device).pool()):
+            with capturing(self._graph, pool=_anchor(x.device).pool()):
                 self._losses = self._step(*self._inputs)
         self._graph.replay()
         assert self._losses is not None
@@ -66,6 +70,19 @@ class Stepper:
         return losses
 
 
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """What happens inside becomes the graph. The collector rests: a graph that it destroyed would break it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Always the same one: the allocator keeps memory per stream. Not the stream of capture: graphs go on
@@ -78,6 +95,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _anchor(device: torch.device) -> torch.cuda.CUDAGraph:
     """A graph that is never dropped: its memory pool serves every later graph, so memory does not grow."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         torch.zeros(1, device=device)
     return graph

@@ -18,32 +18,51 @@ from esper.kasmina.engine.forward import (
     NORM,
     POOL,
     WIDE,
+    activate,
     flat_tile,
+    larger,
     map_weights,
     normalised,
     packed_columns,
     read,
     tap_columns,
-    window_max,
 )
 
 
 @triton.jit
-def pass_on(d, at, value, x, source, mask, ACT: tl.constexpr, ADD: tl.constexpr):
+def bent(grad, before, ACT: tl.constexpr):
+    """A gradient in front of an activation."""
+    if ACT == 1:
+        grad = tl.where(before <= 0, 0.0, grad)
+    elif ACT == 2:
+        slope = tl.sigmoid(before)
+        grad *= slope + before * slope * (1 - slope)
+    elif ACT == 3:
+        slope = 2 * tl.sigmoid(2 * before) - 1
+        grad *= 1 - slope * slope
+    return grad
+
+
+@triton.jit
+def pass_on(d, at, grad, x, source, mask, ACT: tl.constexpr, ADD: tl.constexpr):
     """Send a gradient on to what was read, through its activation."""
     if ACT > 0:
-        before = tl.load(x + source, mask, 0.0).to(tl.float32)
-        if ACT == 1:
-            value = tl.where(before <= 0, 0.0, value)
-        elif ACT == 2:
-            bend = tl.sigmoid(before)
-            value *= bend + before * bend * (1 - bend)
-        else:
-            bend = 2 * tl.sigmoid(2 * before) - 1
-            value *= 1 - bend * bend
+        grad = bent(grad, read(x, source, mask, 0), ACT)
     if ADD:
-        value += tl.load(d + at, mask, 0.0).to(tl.float32)
-    tl.store(d + at, value, mask)
+        grad += read(d, at, mask, 0)
+    tl.store(d + at, grad, mask)
+
+
+@triton.jit
+def to_winner(d, at, before, best, grad, whole, mask, ACT: tl.constexpr, ADD: tl.constexpr):
+    """One number of a pool's window gets the gradient if it was the best; what is left for those behind it."""
+    value = activate(before, ACT)
+    wins = whole & ((value == best) | (value != value))
+    passed = bent(tl.where(wins, grad, 0.0), before, ACT)
+    if ADD:
+        passed += read(d, at, mask, 0)
+    tl.store(d + at, passed, mask)
+    return tl.where(wins, 0.0, grad)
 
 
 @triton.jit
@@ -263,18 +282,22 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                     whole = whole & (up < height // 2)
                 corner = window // (tall * after) * positions + up * (2 if two else 1) * across + left * 2
                 target = window // (tall * after) * (size // channels) + up * (across // 2) + left
-                best = window_max(x, sample * x_sample + corner, whole, across, two, ACT)
+                source, to = sample * x_sample + corner, sample * d_sample + corner
                 grad = alpha * read(g, sample * g_sample + target, whole, 0)
-                for turn in tl.static_range(0, 4 if two else 2):  # of equal ones the first wins
-                    spot = corner + turn // 2 * across + turn % 2
-                    inside = mask & (left * 2 + turn % 2 < across)
-                    if two:
-                        inside = inside & (up * 2 + turn // 2 < height)
-                    value = read(x, sample * x_sample + spot, inside, ACT)
-                    wins = whole & ((value == best) | (value != value))
-                    pass_on(d, sample * d_sample + spot, tl.where(wins, grad, 0.0), x, sample * x_sample + spot,
-                            inside, ACT, ADD)
-                    grad = tl.where(wins, 0.0, grad)
+                beside = mask & (left * 2 + 1 < across)
+                first, second = read(x, source, mask, 0), read(x, source + 1, beside, 0)
+                best = larger(activate(first, ACT), activate(second, ACT))
+                if two:
+                    below = mask & (up * 2 + 1 < height)
+                    corner_below = below & (left * 2 + 1 < across)
+                    third = read(x, source + across, below, 0)
+                    fourth = read(x, source + across + 1, corner_below, 0)
+                    best = larger(best, larger(activate(third, ACT), activate(fourth, ACT)))
+                grad = to_winner(d, to, first, best, grad, whole, mask, ACT, ADD)
+                grad = to_winner(d, to + 1, second, best, grad, whole, beside, ACT, ADD)
+                if two:
+                    grad = to_winner(d, to + across, third, best, grad, whole, below, ACT, ADD)
+                    to_winner(d, to + across + 1, fourth, best, grad, whole, corner_below, ACT, ADD)
     elif sends:
         numbers: tl.constexpr = channels * positions if code == MEAN else size
         for start in range(0, count * numbers, BLOCK):

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.engine.program import Op, Programs
+from esper.kasmina.engine.program import Code, Op, Programs
 from esper.kasmina.engine.rows import Rows
 from esper.kasmina.hosts import Host
 from esper.kasmina.objectives import Objective
 from esper.kasmina.optim import OptimConfig
 from esper.kasmina.packing import Bank
+from esper.kasmina.stepping import capturing
 
-LAUNCH = {"num_warps": 4, "num_stages": 1}
 PROGRAMS = 4096
 """Programs of a launch that keep a device busy; few rows are split by samples to come near it."""
 
@@ -36,6 +36,16 @@ class _Place:
         self.table = torch.tensor(table, dtype=torch.int32).to(device)
         self.sizes = [max([1, *(op.size for op in level if not op.last)]) for level in ops]
         self.ops = [{"OPS": tuple(map(int, itertools.chain(*level))), "COUNT": len(level)} for level in ops]
+        self.warps = [_warps(level) for level in ops]
+
+
+def _warps(level: list[Op]) -> tuple[int, int]:
+    """Warps forward and backward, found by trying: small products and norms have no use for four."""
+    if len(level) > 1:
+        return 4, 4
+    op = level[0]
+    small = op.code == Code.MAP or (op.code == Code.NORM and op.numbers_tile <= 512)
+    return 4, 2 if small else 8 if op.code == Code.NORM and op.numbers_tile > 4096 else 4
 
 
 class Engine:
@@ -151,7 +161,7 @@ class Engine:
                     forward, (self.capacity, self.chunks), *inputs, to, *_strides(to), host, rows, *_strides(host), out, place.bank.weights,
                     place.bank.weights.shape[1], place.table, level, place.levels, self.kinds[number], self.env,
                     self.alpha[:, max(place.slot, 0)], self.slots, place.size, self.batch, self.per,
-                    BLEND=seed, FIRST=level == 0, **self._arithmetic(), **place.ops[level])
+                    BLEND=seed, FIRST=level == 0, num_warps=place.warps[level][0], **self._arithmetic(), **place.ops[level])
                 inputs = (to, self.itself, *_strides(to))
             following = self.sources[self.places[number + 1].slot] if number + 1 < len(self.places) and not seed \
                 else self.itself
@@ -183,7 +193,7 @@ class Engine:
                     place.bank.weights, self.grads[1 + place.slot], self.rows, place.bank.weights.shape[1],
                     place.table, level, place.levels, self.kinds[number], self.flags[number], self.env,
                     self.alpha[:, max(place.slot, 0)], self.slots, self.batch, self.per, BLEND=seed,
-                    FIRST=level == 0, **self._arithmetic(), **place.ops[level])
+                    FIRST=level == 0, num_warps=place.warps[level][1], **self._arithmetic(), **place.ops[level])
 
     def _update(self) -> None:
         from esper.kasmina.engine.update import update
@@ -197,13 +207,13 @@ class Engine:
                 self.decay[:, place], 1 + self.slots, self.rows, bank.weights.shape[1], self.chunks,
                 CLIP=config.seed_clip if place else config.host_clip, BETA1=beta1, BETA2=beta2,
                 LOG1=math.log(beta1 or 1.0), LOG2=math.log(beta2), EPS=config.eps, SGD=momentum,
-                FROZEN=not place, BLOCK=512)
+                FROZEN=not place, BLOCK=512, num_warps=4)
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if self._compiling:
-            kernel.warmup(*args, grid=grid, **constants, **LAUNCH)
+            kernel.warmup(*args, grid=grid, num_stages=1, **constants)
         else:
-            kernel[grid](*args, **constants, **LAUNCH)
+            kernel[grid](*args, num_stages=1, **constants)
 
     def _compile(self) -> None:
         """All kernels at once, on many threads: a minute otherwise, the first time on a machine."""
@@ -260,7 +270,7 @@ class Engine:
                 result = work().clone()
             torch.cuda.current_stream().wait_stream(stream)
             self._graphs[name] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
+            with capturing(graph, stream=stream):
                 self._results[name] = work()
             self.captures += 1
             return result

@@ -14,6 +14,7 @@ NORM, MAP, DEPTHWISE, MEAN, GLU, POOL, MODULATE, ACTIVATE, GATE = (tl.constexpr(
 WIDE = tl.constexpr(FIELDS)
 EPS = tl.constexpr(1e-5)
 BLOCK = tl.constexpr(1024)
+FAR = tl.constexpr(1 << 20)
 
 
 @triton.jit
@@ -33,29 +34,30 @@ def read(x, at, mask, ACT: tl.constexpr):
 
 
 @triton.jit
-def window_max(x, at, mask, WIDTH: tl.constexpr, TWO: tl.constexpr, ACT: tl.constexpr):
-    """The largest of a pool's window whose first number lies at `at`."""
-    best, side = read(x, at, mask, ACT), read(x, at + 1, mask, ACT)
-    best = tl.where((side > best) | (side != side), side, best)
-    if TWO:
-        low, side = read(x, at + WIDTH, mask, ACT), read(x, at + WIDTH + 1, mask, ACT)
-        low = tl.where((side > low) | (side != side), side, low)
-        best = tl.where((low > best) | (low != low), low, best)
-    return best
+def larger(a, b):
+    return tl.where((b > a) | (b != b), b, a)  # a NaN wins
+
+
+@triton.jit
+def within(i, SIZE: tl.constexpr):
+    """0 <= i < SIZE in one comparison."""
+    return i.to(tl.uint32) < SIZE
 
 
 @triton.jit
 def packed_columns(x, stride, k, n, end, inputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr,
                    height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, input_step: tl.constexpr,
                    ACT: tl.constexpr):
-    """[k, n]: what inputs and taps k, all in one row, read for columns n; 0 outside. For few inputs."""
+    """[k, n]: what inputs and taps k, all in one row, read for columns n; 0 outside. For few inputs. What
+    there is no k or no n for lies far outside."""
     tap, place = k % taps, n % columns
-    row = (place // across)[None, :] + (tap // wide - taps // wide // 2)[:, None]
-    along = (place % across)[None, :] + (tap % wide - wide // 2)[:, None]
-    inside = (k < inputs * taps)[:, None] & (n < end)[None, :]
-    inside = inside & (row >= 0) & (row < height) & (along >= 0) & (along < across)
-    at = (n // columns * stride)[None, :] + (k // taps * input_step)[:, None]
-    return read(x, at + row * across + along, inside, ACT)
+    down, right = tap // wide - taps // wide // 2, tap % wide - wide // 2
+    at = (n // columns * stride + place)[None, :] + (k // taps * input_step + down * across + right)[:, None]
+    along = tl.where(n < end, place % across, -FAR)
+    inside = within(along[None, :] + tl.where(k < inputs * taps, right, 2 * FAR)[:, None], across)
+    if taps > wide:
+        inside = inside & within((place // across)[None, :] + down[:, None], height)
+    return read(x, at, inside, ACT)
 
 
 @triton.jit
@@ -214,7 +216,10 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
                 position = place % behind
                 corner = position // after * across * (2 if two else 1) + position % after * 2
                 corner += sample * x_sample + place // behind * positions
-                value = window_max(x, corner, mask, across, two, ACT)
+                value = larger(read(x, corner, mask, ACT), read(x, corner + 1, mask, ACT))
+                if two:
+                    low = larger(read(x, corner + across, mask, ACT), read(x, corner + across + 1, mask, ACT))
+                    value = larger(value, low)
             elif code == MODULATE:
                 value = read(x, sample * x_sample + place // positions, mask, ACT)
                 value *= read(h, sample * h_sample + place, mask, 0)
