@@ -14,13 +14,13 @@ from esper.leyline.keys import mix
 from tests.reference import batch, small_hosts, wait
 
 pytest.importorskip("triton")
-CONVOLVED = ("conv1d", "cnn")
 Pair = tuple[Population, Population]
 
 
 @pytest.fixture(autouse=True)
 def _on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "usable", lambda device: True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def pair(kind: str, rows: int, device: str, **config: object) -> Pair:
@@ -70,7 +70,7 @@ def trained(populations: Pair, steps: int, size: int, count: int, tolerance: flo
     assert not isinstance(populations[1]._run, EngineEpoch)
 
 
-@pytest.mark.parametrize("kind", ("mlp", *CONVOLVED))
+@pytest.mark.parametrize("kind", ["mlp", "conv1d", "cnn"])
 def test_every_blueprint_and_style(kind: str, device: str) -> None:
     """Blended and incubating seeds, an empty slot, training, evaluation with counterfactual rows."""
     populations = pair(kind, 4, device, optim=OptimConfig("sgd", lr=0.1))
@@ -204,8 +204,11 @@ def test_bfloat16_stays_near(device: str) -> None:
     x, y = batch(exact, 3, torch.Generator().manual_seed(1))
     losses = [p.train_step(x, y) for p in (populations[0], exact)]
     torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
-    for rough, fine in zip(populations[0].banks, exact.banks, strict=True):
-        torch.testing.assert_close(rough.first, fine.first, rtol=0.1, atol=1e-2 * float(fine.first.abs().max()))
+    populations[1].train_step(x, y)
+    both((*populations, exact), Population._flush)  # type: ignore[arg-type]
+    for ours, general, fine in zip(*(p.banks for p in (*populations, exact)), strict=True):
+        ours_off, general_off = ((bank.first - fine.first).norm() / fine.first.norm() for bank in (ours, general))
+        assert float(ours_off) < 1.5 * float(general_off) + 1e-2
 
 
 def test_what_has_no_op_runs_by_the_general_path() -> None:

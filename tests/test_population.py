@@ -1,6 +1,8 @@
 """Rows as data: keys, resets, snapshots, files, impairments, learning rates."""
 
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -471,3 +473,17 @@ def test_bad_input_gets_one_sentence(make: object, words: str) -> None:
     with pytest.raises(EsperError, match=words) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def test_a_population_goes_at_once_with_all_it_holds(device: str) -> None:
+    """Not when a collector comes by: on CUDA it might come in the middle of somebody's capture."""
+    population = small("mlp", device=device)
+    wait(population).train_step(*batch(population, 4, torch.Generator().manual_seed(0)))
+    population.forward(batch(population, 4, torch.Generator())[0])
+    held = weakref.ref(population)
+    gc.disable()
+    try:
+        del population
+        assert held() is None
+    finally:
+        gc.enable()

@@ -1,5 +1,5 @@
-"""The general path of an epoch: any host and any seed; seeds run in groups of one blueprint, slot and stage of
-life, which are wired anew in every epoch.
+"""The general path of an epoch: any host and any seed; seeds run in groups of one blueprint, slot and stage
+of life, which are wired anew in every epoch.
 
 Legend: W rows at work, R rows of a pass, S slots, B samples, O outputs.
 """
@@ -24,7 +24,8 @@ class Grouped:
         self.population = p = population
         trainable = None if bool((p.trainable == 1).all()) else p.at_work(p.trainable)
         clips = (p.optim.host_clip, p.optim.seed_clip)
-        self.pack = Pack(p.banks, p.at_work(torch.arange(p.rows)), p.host.layout, self._groups(), p.lr, p.decay,
+        self.pack = Pack(p.banks, p.at_work(torch.arange(p.rows)), p.host.layout, self._groups(), p.lr,
+                         p.decay,
                          clips, trainable, p.compute_dtype)
         self.stepper: Stepper | None = None
         self._live: Pass | None = None

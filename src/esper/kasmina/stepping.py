@@ -72,7 +72,7 @@ class Stepper:
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """What happens inside becomes the graph. The collector rests: a graph that it destroyed would break it."""
+    """What happens inside becomes the graph. The collector rests: it might destroy a graph."""
     collects = gc.isenabled()
     gc.disable()
     try:

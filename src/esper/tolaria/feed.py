@@ -44,7 +44,7 @@ class Feed:
         self.places = torch.arange(width, device=device).repeat(rows, 1)  # [N, F]: their sources
         self._order = self.subset  # [n, N] of this epoch
         self._steps = max(1, TOGETHER[device.type] // (self.batch * rows * width))
-        self._block: tuple[int, Tensor, Tensor] | None = None  # first sample, samples and labels of some steps
+        self._block: tuple[int, Tensor, Tensor] | None = None  # the first sample, samples, labels
         self._clock = torch.zeros(rows, dtype=torch.int64, device=device)
         generator = torch.Generator().manual_seed(0)
         self._noises = torch.randn(NOISES, width, generator=generator).to(device)

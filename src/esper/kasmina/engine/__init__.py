@@ -25,7 +25,9 @@ def usable(device: torch.device) -> bool:
 
 def engines_of(population: "Population") -> Engines | None:
     """None where the general path has to do."""
-    if not usable(population.device) or population.dtype != torch.float32 or population.incubation != "shadow":
+    if not usable(population.device):
+        return None
+    if population.dtype != torch.float32 or population.incubation != "shadow":
         return None
     spec = population.spec
     styles = tuple(Style) if Head.STYLE in spec.heads else (Style(spec.defaults[Head.STYLE]),)

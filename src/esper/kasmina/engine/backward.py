@@ -7,7 +7,8 @@ atomically, so results are the same every time.
 import triton
 import triton.language as tl
 
-from esper.kasmina.engine.forward import (
+from esper.kasmina.engine.products import to_inputs, to_packed_weights, to_weights
+from esper.kasmina.engine.tiles import (
     BLOCK,
     DEPTHWISE,
     GATE,
@@ -21,63 +22,18 @@ from esper.kasmina.engine.forward import (
     activate,
     flat_tile,
     larger,
-    map_weights,
     normalised,
-    packed_columns,
+    pass_on,
     read,
-    tap_columns,
+    store_by_channel,
+    to_winner,
 )
 
 
 @triton.jit
-def bent(grad, before, ACT: tl.constexpr):
-    """A gradient in front of an activation."""
-    if ACT == 1:
-        grad = tl.where(before <= 0, 0.0, grad)
-    elif ACT == 2:
-        slope = tl.sigmoid(before)
-        grad *= slope + before * slope * (1 - slope)
-    elif ACT == 3:
-        slope = 2 * tl.sigmoid(2 * before) - 1
-        grad *= 1 - slope * slope
-    return grad
-
-
-@triton.jit
-def pass_on(d, at, grad, x, source, mask, ACT: tl.constexpr, ADD: tl.constexpr):
-    """Send a gradient on to what was read, through its activation."""
-    if ACT > 0:
-        grad = bent(grad, read(x, source, mask, 0), ACT)
-    if ADD:
-        grad += read(d, at, mask, 0)
-    tl.store(d + at, grad, mask)
-
-
-@triton.jit
-def to_winner(d, at, before, best, grad, whole, mask, ACT: tl.constexpr, ADD: tl.constexpr):
-    """One number of a pool's window gets the gradient if it was the best; what is left for those behind it."""
-    value = activate(before, ACT)
-    wins = whole & ((value == best) | (value != value))
-    passed = bent(tl.where(wins, grad, 0.0), before, ACT)
-    if ADD:
-        passed += read(d, at, mask, 0)
-    tl.store(d + at, passed, mask)
-    return tl.where(wins, 0.0, grad)
-
-
-@triton.jit
-def store_by_channel(to, values, step, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ROUND: tl.constexpr,
-                     ROWS: tl.constexpr):
-    """Add up a sample's numbers [ROUND] channel by channel, and write the sums, `step` apart."""
-    c, place = tl.arange(0, ROWS), tl.arange(0, ROUND)
-    mine = (place // POSITIONS)[None, :] == c[:, None]
-    tl.store(to + c * step, tl.sum(tl.where(mine, values[None, :], 0.0), 1), c < CHANNELS)
-
-
-@triton.jit
-def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, grads, alpha, count, trains, passes,
-           OPS: tl.constexpr, AT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr, MATRIX: tl.constexpr,
-           PRECISION: tl.constexpr):
+def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, grads, alpha, count, trains,
+           passes, OPS: tl.constexpr, AT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr,
+           MATRIX: tl.constexpr, PRECISION: tl.constexpr):
     code: tl.constexpr = OPS[AT + 0]
     ACT: tl.constexpr = OPS[AT + 1]
     weight: tl.constexpr = OPS[AT + 2]
@@ -134,79 +90,27 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
             store_by_channel(w, to_scale, 1, positions, channels, NUMBERS, ROWS)
             store_by_channel(b, to_shift, 1, positions, channels, NUMBERS, ROWS)
     elif code == MAP:
-        WIDE_TAPS: tl.constexpr = 3 if wide == 3 else 1
         end = count * columns
         if trains:
-            for block in tl.static_range(0, outputs, OUT):
-                j, shift = block + tl.arange(0, OUT), tl.zeros([OUT], tl.float32)
-                if PACKED > 0:
-                    k = tl.arange(0, PACKED)
-                    total = tl.zeros([OUT, PACKED], tl.float32)
-                    for start in range(0, end, COLUMNS):
-                        n = start + tl.arange(0, COLUMNS)
-                        grad = tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns, output_step,
-                                           out_column_step, 0)
-                        shift += tl.sum(grad, 1)
-                        value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
-                                               input_step, ACT)
-                        total = tl.dot(grad.to(MATRIX), tl.trans(value.to(MATRIX)), total,
-                                       input_precision=PRECISION)
-                    mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
-                    tl.store(w + (j * (inputs * taps))[:, None] + k[None, :], alpha * total, mask)
-                else:
-                    for line in range(0, taps // WIDE_TAPS):
-                        for first in tl.static_range(0, inputs, IN):
-                            i, tap = first + tl.arange(0, IN), line * WIDE_TAPS
-                            left, middle = tl.zeros([OUT, IN], tl.float32), tl.zeros([OUT, IN], tl.float32)
-                            right = tl.zeros([OUT, IN], tl.float32)
-                            for start in range(0, end, COLUMNS):
-                                n = start + tl.arange(0, COLUMNS)
-                                grad = tap_columns(g, g_sample, j, n, end, 0, outputs, 1, 1, 1, 1, columns, output_step,
-                                                   out_column_step, 0)
-                                if first == 0:
-                                    shift += tl.where(line == 0, tl.sum(grad, 1), 0.0)
-                                grad = grad.to(MATRIX)
-                                value = tap_columns(x, x_sample, i, n, end, tap, inputs, taps, wide, height, across,
-                                                    columns, input_step, column_step, ACT)
-                                left = tl.dot(grad, tl.trans(value.to(MATRIX)), left, input_precision=PRECISION)
-                                if WIDE_TAPS == 3:  # a gradient is read once for the three
-                                    value = tap_columns(x, x_sample, i, n, end, tap + 1, inputs, taps, wide, height,
-                                                        across, columns, input_step, column_step, ACT)
-                                    middle = tl.dot(grad, tl.trans(value.to(MATRIX)), middle,
-                                                    input_precision=PRECISION)
-                                    value = tap_columns(x, x_sample, i, n, end, tap + 2, inputs, taps, wide, height,
-                                                        across, columns, input_step, column_step, ACT)
-                                    right = tl.dot(grad, tl.trans(value.to(MATRIX)), right, input_precision=PRECISION)
-                            mask = (j < outputs)[:, None] & (i < inputs)[None, :]
-                            at = (j * (inputs * taps))[:, None] + (i * taps + tap)[None, :]
-                            tl.store(w + at, alpha * left, mask)
-                            if WIDE_TAPS == 3:
-                                tl.store(w + at + 1, alpha * middle, mask)
-                                tl.store(w + at + 2, alpha * right, mask)
-                if bias >= 0:
-                    tl.store(b + j, alpha * shift, j < outputs)
+            if PACKED > 0:
+                to_packed_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias, inputs, outputs, taps,
+                                  wide, height, across, columns, input_step, output_step, out_column_step,
+                                  OUT, PACKED, COLUMNS, ACT, MATRIX, PRECISION)
+            else:
+                to_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias, inputs, outputs, taps, wide,
+                           height, across, columns, input_step, column_step, output_step, out_column_step,
+                           OUT, IN, COLUMNS, ACT, MATRIX, PRECISION)
         if sends:
-            for start in range(0, end, COLUMNS):
-                n = start + tl.arange(0, COLUMNS)
-                for first in tl.static_range(0, inputs, IN):
-                    i, total = first + tl.arange(0, IN), tl.zeros([IN, COLUMNS], tl.float32)
-                    for tap in range(0, taps):
-                        for block in tl.static_range(0, outputs, OUT):
-                            j = block + tl.arange(0, OUT)
-                            grad = tap_columns(g, g_sample, j, n, end, taps - 1 - tap, outputs, taps, wide, height,
-                                               across, columns, output_step, out_column_step, 0)
-                            matrix = map_weights(weights + weight, j, i, tap, outputs, inputs, taps, MATRIX)
-                            total = tl.dot(tl.trans(matrix), grad.to(MATRIX), total, input_precision=PRECISION)
-                    spot = (n % columns * column_step)[None, :] + (i * input_step)[:, None]
-                    sample, mask = (n // columns)[None, :], (i < inputs)[:, None] & (n < end)[None, :]
-                    pass_on(d, sample * d_sample + spot, alpha * total, x, sample * x_sample + spot, mask, ACT,
-                            ADD)
+            to_inputs(x, x_sample, g, g_sample, d, d_sample, weights + weight, alpha, end, inputs, outputs,
+                      taps, wide, height, across, columns, input_step, column_step, output_step,
+                      out_column_step, OUT, IN, COLUMNS, ACT, ADD, MATRIX, PRECISION)
     elif code == DEPTHWISE:
         if trains:
             for tap in tl.static_range(-1 if bias >= 0 else 0, taps):  # -1 is the bias
                 total = tl.zeros([NUMBERS], tl.float32)
                 for start in range(0, count, SAMPLES):
-                    grad, sample, place, mask = flat_tile(g, g_sample, start, count, size, NUMBERS, SAMPLES, 0)
+                    grad, sample, place, mask = flat_tile(g, g_sample, start, count, size, NUMBERS, SAMPLES,
+                                                          0)
                     if tap >= 0:
                         position = place % positions
                         row = position // across + tap // wide - taps // wide // 2
@@ -243,7 +147,8 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
             score = tl.sum(grad * value, 1) * gate * (1 - gate)  # of what the sigmoid read
             to_weight += tl.sum(tl.where(mask, score[:, None] * host, 0.0), 0) / positions
             to_bias += tl.sum(score, 0)
-            pass_on(d, sample * d_sample + place, grad * gate[:, None], x, sample * x_sample + place, mask, ACT, False)
+            pass_on(d, sample * d_sample + place, grad * gate[:, None], x, sample * x_sample + place, mask,
+                    ACT, False)
             if passes:
                 spot = sample * h_sample + place
                 kept = read(y_grad, spot, mask, 0)
@@ -310,18 +215,18 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                 grad = alpha * read(g, sample * g_sample + place, mask, 0)
             if code == GLU:
                 value, gate = read(x, source, mask, 0), tl.sigmoid(read(x, source + size, mask, 0))
-                pass_on(d, sample * d_sample + size + place, grad * value * gate * (1 - gate), x, source, mask, 0,
-                        ADD)
+                pass_on(d, sample * d_sample + size + place, grad * value * gate * (1 - gate), x, source,
+                        mask, 0, ADD)
                 grad *= gate
             pass_on(d, sample * d_sample + place, grad, x, source, mask, ACT if code != GLU else 0, ADD)
 
 
-@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "rows", "width", "x_row", "x_sample", "g_row",
-                               "g_sample", "h_row", "h_sample", "d_row", "d_sample", "slots"])
-def backward(x, x_rows, x_row, x_sample, h, h_rows, h_row, h_sample, y_grad, g, g_row, g_sample, d, d_row, d_sample,
-             weights, grads, rows, width, table, level, levels, kinds, flags, env, alphas, slots, batch, per,
-             OPS: tl.constexpr, COUNT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr, MATRIX: tl.constexpr,
-             PRECISION: tl.constexpr):
+@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "rows", "width", "x_row", "x_sample",
+                               "g_row", "g_sample", "h_row", "h_sample", "d_row", "d_sample", "slots"])
+def backward(x, x_rows, x_row, x_sample, h, h_rows, h_row, h_sample, y_grad, g, g_row, g_sample, d, d_row,
+             d_sample, weights, width, grads, rows, table, level, levels, kinds, flags, env, alphas, slots,
+             batch, per, OPS: tl.constexpr, COUNT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr,
+             MATRIX: tl.constexpr, PRECISION: tl.constexpr):
     """g is the gradient of what the op wrote, d of what it read. Behind a seed's last op the gradient is
     `y_grad` times alpha; in front of its first, d is added to `y_grad`, which so becomes that of its host.
     Flags: 1, its weights learn; 2, what it reads asks for its gradient."""

@@ -29,7 +29,8 @@ PROGRAMS = 4096
 class _Place:
     """A stage, a slot or the head: its ops, its weights, and the values between its ops."""
 
-    def __init__(self, bank: Bank, programs: list[list[Op]], size: int, slot: int, device: torch.device) -> None:
+    def __init__(self, bank: Bank, programs: list[list[Op]], size: int, slot: int,
+                 device: torch.device) -> None:
         self.bank, self.slot, self.size, self.levels = bank, slot, size, max(map(len, programs))
         ops = [list(dict.fromkeys(p[at] for p in programs if at < len(p))) for at in range(self.levels)]
         table = [[ops[at].index(p[at]) if at < len(p) else -1 for at in range(self.levels)] for p in programs]
@@ -51,8 +52,8 @@ def _warps(level: list[Op]) -> tuple[int, int]:
 class Engine:
     """Kernels and buffers for one population and one size of batch."""
 
-    def __init__(self, host: Host, programs: Programs, banks: list[Bank], trainable: Tensor, optim: OptimConfig,
-                 objective: Objective, dtype: torch.dtype, batch: int) -> None:
+    def __init__(self, host: Host, programs: Programs, banks: list[Bank], trainable: Tensor,
+                 optim: OptimConfig, objective: Objective, dtype: torch.dtype, batch: int) -> None:
         self.host, self.programs, self.banks, self.trainable = host, programs, banks, trainable
         self.optim, self.objective, self.dtype, self.batch = optim, objective, dtype, batch
         weights = banks[0].weights
@@ -80,7 +81,7 @@ class Engine:
         self.decay.copy_(decay)
 
     def health(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, slots, finite) of the seeds that learned: were all their gradients finite since the last call?"""
+        """(rows, slots, finite) of the seeds that learned: were all gradients finite since the last call?"""
         mine, slot = rows.live[:, 1:].nonzero().unbind(1)
         env, finite = rows.env[mine], self.finite.cpu() > 0
         self.finite.fill_(1)
@@ -127,7 +128,7 @@ class Engine:
         self._results: dict[str, Tensor] = {}
         places, device = len(self.places), self.device
         self._wiring = torch.zeros(2 + self.slots + 2 * places, total, dtype=torch.int32, device=device)
-        self.env, self.column = self._wiring[:2]
+        self.env, self.origin = self._wiring[:2]
         self.sources = self._wiring[2 : 2 + self.slots]
         self.kinds, self.flags = self._wiring[2 + self.slots :].split(places)
         self._trains = torch.zeros(2, 1 + self.slots, self.rows, dtype=torch.int32, device=device)
@@ -139,7 +140,7 @@ class Engine:
 
         self.values = [[buffer(size) for size in place.sizes[:-1]] for place in self.places]
         self.out = [buffer(place.size) for place in self.places]  # of a stage, of a slot, or logits
-        self.out_grad = [buffer(place.size) if place.slot >= 0 else None for place in self.places]
+        self.out_grad = [buffer(place.size) for place in self.places if place.slot >= 0]  # by slot
         widest = max(size for place in self.places for size in place.sizes)
         self.between = [buffer(widest), buffer(widest)]  # gradients inside a place
         pieces = max(1, min(8, PROGRAMS // total, self.batch // 8))
@@ -150,7 +151,7 @@ class Engine:
     def _forward(self) -> Tensor:
         from esper.kasmina.engine.forward import forward
 
-        inputs = (self.x, self.column, self.numbers, self.rows * self.numbers)
+        read = self._samples
         for number, place in enumerate(self.places):
             seed = place.slot >= 0
             host, out = self.out[number - seed], self.out[number]
@@ -158,14 +159,14 @@ class Engine:
             for level in range(place.levels):
                 to = out if level == place.levels - 1 else self.values[number][level]
                 self._launch(
-                    forward, (self.capacity, self.chunks), *inputs, to, *_strides(to), host, rows, *_strides(host), out, place.bank.weights,
-                    place.bank.weights.shape[1], place.table, level, place.levels, self.kinds[number], self.env,
-                    self.alpha[:, max(place.slot, 0)], self.slots, place.size, self.batch, self.per,
-                    BLEND=seed, FIRST=level == 0, num_warps=place.warps[level][0], **self._arithmetic(), **place.ops[level])
-                inputs = (to, self.itself, *_strides(to))
-            following = self.sources[self.places[number + 1].slot] if number + 1 < len(self.places) and not seed \
-                else self.itself
-            inputs = (out, following, *_strides(out))
+                    forward, (self.capacity, self.chunks), *read, to, *_strides(to), host, rows,
+                    *_strides(host), out, *self._weights(number), place.table, level, place.levels,
+                    self.kinds[number], self.env, *self._alphas(place), place.size, self.batch, self.per,
+                    BLEND=seed, FIRST=level == 0, num_warps=place.warps[level][0], **self._arithmetic(),
+                    **place.ops[level])
+                read = (to, self.itself, *_strides(to))
+            behind = None if seed or number + 1 == len(self.places) else self.places[number + 1]
+            read = (out, self.itself if behind is None else self.sources[behind.slot], *_strides(out))
         return self.out[-1]
 
     def _backward(self, logits_grad: Tensor) -> None:
@@ -175,25 +176,36 @@ class Engine:
             place, seed = self.places[number], self.places[number].slot >= 0
             host = self.out[number - seed]
             rows = self.sources[place.slot] if seed else self.itself
-            above = self.out_grad[number] if seed else self.out_grad[min(number + 1, len(self.places) - 2)]
+            above = self.out_grad[min(number // 2, self.slots - 1)]  # behind the slot, then in front of it
             final = logits_grad if number == len(self.places) - 1 else above
             for level in reversed(range(place.levels)):
                 g = final if level == place.levels - 1 and not seed else self.between[level % 2]
+                read, d = self._samples, self.between[1]
                 if level:
-                    read, d = self.values[number][level - 1], self.between[(level - 1) % 2]
-                    inputs = (read, self.itself, *_strides(read))
+                    value, d = self.values[number][level - 1], self.between[(level - 1) % 2]
+                    read = (value, self.itself, *_strides(value))
                 elif number:
-                    read, d = self.out[number - 1], self.out_grad[number - 1]
-                    d = self.between[0] if d is None else d
-                    inputs = (read, rows, *_strides(read))
-                else:
-                    d, inputs = self.between[1], (self.x, self.column, self.numbers, self.rows * self.numbers)
+                    value = self.out[number - 1]
+                    d = self.between[0] if seed else self.out_grad[number // 2 - 1]
+                    read = (value, rows, *_strides(value))
                 self._launch(
-                    backward, (self.capacity, self.chunks), *inputs, host, rows, *_strides(host), above, g, *_strides(g), d, *_strides(d),
-                    place.bank.weights, self.grads[1 + place.slot], self.rows, place.bank.weights.shape[1],
-                    place.table, level, place.levels, self.kinds[number], self.flags[number], self.env,
-                    self.alpha[:, max(place.slot, 0)], self.slots, self.batch, self.per, BLEND=seed,
-                    FIRST=level == 0, num_warps=place.warps[level][1], **self._arithmetic(), **place.ops[level])
+                    backward, (self.capacity, self.chunks), *read, host, rows, *_strides(host), above, g,
+                    *_strides(g), d, *_strides(d), *self._weights(number), self.grads[1 + place.slot],
+                    self.rows, place.table, level, place.levels, self.kinds[number], self.flags[number],
+                    self.env, *self._alphas(place), self.batch, self.per, BLEND=seed, FIRST=level == 0,
+                    num_warps=place.warps[level][1], **self._arithmetic(), **place.ops[level])
+
+    @property
+    def _samples(self) -> tuple[Any, ...]:
+        """What a kernel reads of the batch: numbers, and whose columns."""
+        return self.x, self.origin, self.numbers, self.rows * self.numbers
+
+    def _weights(self, number: int) -> tuple[Tensor, int]:
+        weights = self.places[number].bank.weights
+        return weights, weights.shape[1]
+
+    def _alphas(self, place: _Place) -> tuple[Tensor, int]:
+        return self.alpha[:, max(place.slot, 0)], self.slots
 
     def _update(self) -> None:
         from esper.kasmina.engine.update import update
@@ -202,9 +214,10 @@ class Engine:
         beta1, beta2 = (config.momentum, 0.5) if momentum else config.betas
         for place, (bank, grads, sizes) in enumerate(zip(self.banks, self.grads, self.sizes, strict=True)):
             self._launch(
-                update, (self.rows,), bank.weights, bank.first, bank.second, bank.steps, grads, self.trainable, sizes,
-                self._trains[1, place], self._trains[0, place], self.finite[:, place], self.lr[:, place],
-                self.decay[:, place], 1 + self.slots, self.rows, bank.weights.shape[1], self.chunks,
+                update, (self.rows,), bank.weights, bank.first, bank.second, bank.steps, grads,
+                self.trainable, sizes, self._trains[1, place], self._trains[0, place],
+                self.finite[:, place], self.lr[:, place], self.decay[:, place], 1 + self.slots, self.rows,
+                bank.weights.shape[1], self.chunks,
                 CLIP=config.seed_clip if place else config.host_clip, BETA1=beta1, BETA2=beta2,
                 LOG1=math.log(beta1 or 1.0), LOG2=math.log(beta2), EPS=config.eps, SGD=momentum,
                 FROZEN=not place, BLOCK=512, num_warps=4)
@@ -235,7 +248,7 @@ class Engine:
 
     def _step(self) -> Tensor:
         logits = self._forward().detach().requires_grad_()
-        losses = self.objective.losses(logits, self.y.index_select(1, self.column))
+        losses = self.objective.losses(logits, self.y.index_select(1, self.origin))
         (grad,) = torch.autograd.grad(losses.sum(), logits)
         self._backward(grad.contiguous())
         self._update()

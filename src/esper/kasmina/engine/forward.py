@@ -1,118 +1,34 @@
 """Forward: one op of every row. A program of the grid serves one row and some of its samples, and looks up
-which op is its row's; so rows of all blueprints share a launch, and a launch serves every topology.
-
-An op is a tuple of whole numbers known when the kernel is compiled (`program.Op`, its fields by `program.F`).
-Legend: a column is one sample at one position. Offsets count numbers.
-"""
+which op is its row's; so rows of all blueprints share a launch, and a launch serves every topology."""
 
 import triton
 import triton.language as tl
 
-from esper.kasmina.engine.program import FIELDS
-
-NORM, MAP, DEPTHWISE, MEAN, GLU, POOL, MODULATE, ACTIVATE, GATE = (tl.constexpr(n) for n in range(9))
-WIDE = tl.constexpr(FIELDS)
-EPS = tl.constexpr(1e-5)
-BLOCK = tl.constexpr(1024)
-FAR = tl.constexpr(1 << 20)
-
-
-@triton.jit
-def activate(x, ACT: tl.constexpr):
-    if ACT == 1:
-        x = tl.where(x <= 0, 0.0, x)  # a NaN stays one
-    elif ACT == 2:
-        x = x * tl.sigmoid(x)
-    elif ACT == 3:
-        x = 2 * tl.sigmoid(2 * x) - 1
-    return x
-
-
-@triton.jit
-def read(x, at, mask, ACT: tl.constexpr):
-    return activate(tl.load(x + at, mask, 0.0).to(tl.float32), ACT)
+from esper.kasmina.engine.tiles import (
+    BLOCK,
+    DEPTHWISE,
+    GATE,
+    GLU,
+    MAP,
+    MEAN,
+    MODULATE,
+    NORM,
+    POOL,
+    WIDE,
+    flat_tile,
+    larger,
+    map_weights,
+    normalised,
+    packed_columns,
+    put,
+    read,
+    tap_columns,
+)
 
 
 @triton.jit
-def larger(a, b):
-    return tl.where((b > a) | (b != b), b, a)  # a NaN wins
-
-
-@triton.jit
-def within(i, SIZE: tl.constexpr):
-    """0 <= i < SIZE in one comparison."""
-    return i.to(tl.uint32) < SIZE
-
-
-@triton.jit
-def packed_columns(x, stride, k, n, end, inputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr,
-                   height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, input_step: tl.constexpr,
-                   ACT: tl.constexpr):
-    """[k, n]: what inputs and taps k, all in one row, read for columns n; 0 outside. For few inputs. What
-    there is no k or no n for lies far outside."""
-    tap, place = k % taps, n % columns
-    down, right = tap // wide - taps // wide // 2, tap % wide - wide // 2
-    at = (n // columns * stride + place)[None, :] + (k // taps * input_step + down * across + right)[:, None]
-    along = tl.where(n < end, place % across, -FAR)
-    inside = within(along[None, :] + tl.where(k < inputs * taps, right, 2 * FAR)[:, None], across)
-    if taps > wide:
-        inside = inside & within((place // across)[None, :] + down[:, None], height)
-    return read(x, at, inside, ACT)
-
-
-@triton.jit
-def tap_columns(x, stride, i, n, end, tap, inputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr,
-                height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, input_step: tl.constexpr,
-                column_step: tl.constexpr, ACT: tl.constexpr):
-    """[i, n]: what inputs i read through one tap for columns n; 0 outside. A mirrored tap is taps - 1 - tap."""
-    place, inside = n % columns, n < end
-    at = n // columns * stride + place * column_step
-    if taps > 1:
-        down, right = tap // wide - taps // wide // 2, tap % wide - wide // 2
-        row, along = place // across + down, place % across + right
-        inside = inside & (row >= 0) & (row < height) & (along >= 0) & (along < across)
-        at += down * across + right
-    return read(x, at[None, :] + (i * input_step)[:, None], inside[None, :] & (i < inputs)[:, None], ACT)
-
-
-@triton.jit
-def map_weights(w, j, i, tap, outputs: tl.constexpr, inputs: tl.constexpr, taps: tl.constexpr,
-                MATRIX: tl.constexpr):
-    """[j, i]: how outputs j depend on inputs i through one tap."""
-    mask = (j < outputs)[:, None] & (i < inputs)[None, :]
-    return tl.load(w + (j * (inputs * taps))[:, None] + (i * taps + tap)[None, :], mask, 0.0).to(MATRIX)
-
-
-@triton.jit
-def put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST: tl.constexpr):
-    """Write an op's output: to the next op, or, behind the last one of a seed, blended into its host."""
-    if LAST:
-        at = sample * h_sample + place
-        tl.store(y + at, tl.load(h + at, mask, 0.0).to(tl.float32) + alpha * value, mask)
-    else:
-        tl.store(o + sample * o_sample + place, value, mask)
-
-
-@triton.jit
-def flat_tile(x, stride, start, count, SIZE: tl.constexpr, ROUND: tl.constexpr, SAMPLES: tl.constexpr,
-              ACT: tl.constexpr):
-    """(values, samples, places, mask): whole samples of SIZE numbers, [SAMPLES, ROUND]."""
-    sample, place = (start + tl.arange(0, SAMPLES))[:, None], tl.arange(0, ROUND)[None, :]
-    mask = (sample < count) & (place < SIZE)
-    return tl.where(mask, read(x, sample * stride + place, mask, ACT), 0.0), sample, place, mask
-
-
-@triton.jit
-def normalised(value, mask, SIZE: tl.constexpr):
-    """(values of mean 0 and variance 1, what they were divided by, inverted), sample by sample."""
-    value = tl.where(mask, value - (tl.sum(value, 1) / SIZE)[:, None], 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / SIZE + EPS)
-    return value * inverse[:, None], inverse
-
-
-@triton.jit
-def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS: tl.constexpr, AT: tl.constexpr, BLEND: tl.constexpr,
-           MATRIX: tl.constexpr, PRECISION: tl.constexpr):
+def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS: tl.constexpr,
+           AT: tl.constexpr, BLEND: tl.constexpr, MATRIX: tl.constexpr, PRECISION: tl.constexpr):
     code: tl.constexpr = OPS[AT + 0]
     ACT: tl.constexpr = OPS[AT + 1]
     weight: tl.constexpr = OPS[AT + 2]
@@ -158,16 +74,16 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
                 j, total = block + tl.arange(0, OUT), tl.zeros([OUT, COLUMNS], tl.float32)
                 if PACKED > 0:
                     k = tl.arange(0, PACKED)
-                    value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
-                                           input_step, ACT)
+                    value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across,
+                                           columns, input_step, ACT)
                     matrix = map_weights(w, j, k, 0, outputs, inputs * taps, 1, MATRIX)
                     total = tl.dot(matrix, value.to(MATRIX), total, input_precision=PRECISION)
                 else:
                     for tap in range(0, taps):
                         for first in tl.static_range(0, inputs, IN):
                             i = first + tl.arange(0, IN)
-                            value = tap_columns(x, x_sample, i, n, end, tap, inputs, taps, wide, height, across,
-                                                columns, input_step, column_step, ACT)
+                            value = tap_columns(x, x_sample, i, n, end, tap, inputs, taps, wide, height,
+                                                across, columns, input_step, column_step, ACT)
                             matrix = map_weights(w, j, i, tap, outputs, inputs, taps, MATRIX)
                             total = tl.dot(matrix, value.to(MATRIX), total, input_precision=PRECISION)
                 if bias >= 0:
@@ -228,13 +144,14 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
             put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST)
 
 
-@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "width", "size", "x_row", "x_sample", "o_row",
-                               "o_sample", "h_row", "h_sample", "slots"])
-def forward(x, x_rows, x_row, x_sample, o, o_row, o_sample, h, h_rows, h_row, h_sample, y, weights, width, table,
-            level, levels, kinds, env, alphas, slots, size, batch, per, OPS: tl.constexpr, COUNT: tl.constexpr,
-            BLEND: tl.constexpr, FIRST: tl.constexpr, MATRIX: tl.constexpr, PRECISION: tl.constexpr):
-    """Op `level` of every row's program on its samples: x is read from row x_rows[row], o written at row; h is
-    what a seed is blended into, to y. A row of kind -2 does not run here, one of kind -1 has no seed."""
+@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "width", "size", "x_row", "x_sample",
+                               "o_row", "o_sample", "h_row", "h_sample", "slots"])
+def forward(x, x_rows, x_row, x_sample, o, o_row, o_sample, h, h_rows, h_row, h_sample, y, weights, width,
+            table, level, levels, kinds, env, alphas, slots, size, batch, per, OPS: tl.constexpr,
+            COUNT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr, MATRIX: tl.constexpr,
+            PRECISION: tl.constexpr):
+    """Op `level` of every row's program on its samples: x is read from row x_rows[row], o written at row; h
+    is what a seed is blended into, to y. A row of kind -2 does not run here, one of kind -1 has no seed."""
     row, begin = tl.program_id(0), tl.program_id(1) * per
     kind, count = tl.load(kinds + row), tl.minimum(batch - begin, per)
     if kind == -2 or count <= 0:
@@ -255,5 +172,5 @@ def forward(x, x_rows, x_row, x_sample, o, o_row, o_sample, h, h_rows, h_row, h_
     weights += tl.load(env + row).to(tl.int64) * width
     for number in tl.static_range(0, COUNT):
         if which == number:
-            one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS, number * WIDE, BLEND, MATRIX,
-                   PRECISION)
+            one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS, number * WIDE, BLEND,
+                   MATRIX, PRECISION)

@@ -71,12 +71,13 @@ class Op(NamedTuple):
     def tiled(self) -> "Op":
         """With the tiles that its sizes ask for."""
         whole, inner, outer = _power(self.size), _power(self.inputs, 16), _power(self.outputs, 16)
+        packed = _power(self.inputs * self.taps, 16)
         return self._replace(
             numbers_tile=whole, samples_tile=max(1, 2048 // whole), positions_tile=_power(self.positions),
             channels_tile=_power(self.channels), inputs_tile=min(inner, 64), outputs_tile=min(outer, 64),
             spans_tile=max(8, min(1024, 2048 // _power(self.positions))),
             columns_tile=max(64, min(128, 4096 // max(min(inner, 64), min(outer, 64)))),
-            packed=_power(self.inputs * self.taps, 16) if self.taps > 1 and self.inputs < 8 else 0)
+            packed=packed if packed <= 64 and packed < self.taps * inner else 0)
 
 
 FIELDS = len(Op._fields)
@@ -125,7 +126,8 @@ def _product(extent: tuple[int, ...]) -> int:
 
 
 def _conv(layer: Any, prefix: str, to: _Writer) -> None:
-    odd = all(taps % 2 and pad == taps // 2 for taps, pad in zip(layer.kernel_size, layer.padding, strict=True))
+    odd = all(taps % 2 and pad == taps // 2 for taps, pad in zip(layer.kernel_size, layer.padding,
+                                                                 strict=True))
     if set(layer.stride) | set(layer.dilation) != {1} or layer.padding_mode != "zeros" or not odd:
         raise _Unknown
     taps = {"taps": _product(layer.kernel_size), "taps_wide": layer.kernel_size[-1]}
@@ -182,7 +184,7 @@ def _mean(layer: Any, prefix: str, to: _Writer) -> None:
 
 
 def _glu(layer: Any, prefix: str, to: _Writer) -> None:
-    if layer.dim not in (1, -1) or to.extent and layer.dim == -1:
+    if layer.dim not in (1, -1) or (to.extent and layer.dim == -1):
         raise _Unknown
     if to.act:
         to.add(Code.ACTIVATE, prefix)
@@ -283,7 +285,7 @@ class Programs(NamedTuple):
 @functools.cache
 def programs_of(host: Host, prototypes: tuple[tuple[Prototype, ...], ...], styles: tuple[Style, ...]
                 ) -> Programs | None:
-    """A kind for each blueprint in each of these styles. None if a layer of the host or of a seed has no op."""
+    """A kind for each blueprint in each of these styles. None if a layer of host or seed has no op."""
     if host.foreign is not None or host.tokens:
         return None
     shapes = [SlotShape(host.inputs[0], host.inputs[1:]), *host.slots.shapes]

@@ -1,4 +1,4 @@
-"""Which rows a pass of the engine has: training with its shadow rows, and evaluation with its counterfactuals.
+"""Which rows a pass of the engine has: training with its shadow rows, evaluation with its counterfactuals.
 
 Legend: N rows of the population, W rows at work, R rows of a pass, S slots.
 """
@@ -29,7 +29,8 @@ def kinds_of(life: Lifecycle, kinds: Tensor) -> Tensor:
     return torch.where(life.planted, kind, -1)
 
 
-def training_rows(life: Lifecycle, kinds: Tensor, working: Tensor, prefix: Prefix | None, hosts: bool) -> Rows:
+def training_rows(life: Lifecycle, kinds: Tensor, working: Tensor, prefix: Prefix | None,
+                  hosts: bool) -> Rows:
     """The rows at work [W] (or those of a prefix among them), then one for every incubating seed: it runs at
     its target alpha behind a stopped host. Without `hosts` only incubating seeds learn.
 
@@ -44,8 +45,8 @@ def training_rows(life: Lifecycle, kinds: Tensor, working: Tensor, prefix: Prefi
 
 def probe_rows(life: Lifecycle, kinds: Tensor, working: Tensor, env: Tensor, alpha: Tensor,
                prefix: Prefix | None) -> Rows:
-    """The rows at work (or those of a prefix), then rows [R], counted among these, at alphas of their own: from
-    where those first differ."""
+    """The rows at work (or those of a prefix), then rows [R], counted among these, at alphas of their own:
+    from where those first differ."""
     mine = working[env]
     differs = (alpha != life.alpha[mine]) & life.planted[mine]
     start = torch.where(differs.any(1), differs.int().argmax(1), life.spec.slots - 1)
@@ -60,5 +61,5 @@ def _rows(life: Lifecycle, kinds: Tensor, working: Tensor, prefix: Prefix | None
     kind = torch.where(alphas > 0, kinds_of(life, kinds)[whole], -1)
     learns = torch.cat([torch.full((len(base), live.shape[1]), hosts), live])
     learns[:, 1:] &= kind >= 0
-    return Rows(whole, torch.cat([torch.full_like(base, -1), start]), torch.cat([torch.arange(len(base)), of[env]]),
-                kind, alphas, learns)
+    starts, origins = torch.full_like(base, -1), torch.arange(len(base))
+    return Rows(whole, torch.cat([starts, start]), torch.cat([origins, of[env]]), kind, alphas, learns)

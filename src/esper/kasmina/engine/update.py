@@ -1,11 +1,12 @@
-"""The optimiser's step of every host, or of every seed of a slot: clip, then AdamW or SGD, as `optim` does."""
+"""The optimiser's step of every host, or of every seed of a slot: clip, AdamW or SGD, as in `optim`."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows", "width", "chunks", "stride"])
-def update(theta, first, second, steps, grads, trainable, sizes, kinds, flags, finite, lr, decay, stride, rows, width,
+def update(theta, first, second, steps, grads, trainable, sizes, kinds, flags, finite, lr, decay, stride,
+           rows, width,
            chunks, CLIP: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr,
            LOG2: tl.constexpr, EPS: tl.constexpr, SGD: tl.constexpr, FROZEN: tl.constexpr,
            BLOCK: tl.constexpr):
