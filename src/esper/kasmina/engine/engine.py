@@ -37,16 +37,14 @@ class _Place:
         self.table = torch.tensor(table, dtype=torch.int32).to(device)
         self.sizes = [max([1, *(op.size for op in level if not op.last)]) for level in ops]
         self.ops = [{"OPS": tuple(map(int, itertools.chain(*level))), "COUNT": len(level)} for level in ops]
-        self.warps = [_warps(level) for level in ops]
+        self.warps = [_warps(level) for level in ops]  # of a launch backward; forward has four
 
 
-def _warps(level: list[Op]) -> tuple[int, int]:
-    """Warps forward and backward, found by trying: small products and norms have no use for four."""
-    if len(level) > 1:
-        return 4, 4
+def _warps(level: list[Op]) -> int:
+    """By trying: hosts' maps and small norms have no use for four where samples are series."""
     op = level[0]
-    small = op.code == Code.MAP or (op.code == Code.NORM and op.numbers_tile <= 512)
-    return 4, 2 if small else 8 if op.code == Code.NORM and op.numbers_tile > 4096 else 4
+    small = op.numbers_tile <= 512 and op.code in (Code.MAP, Code.NORM)
+    return 2 if small and len(level) == 1 else 4
 
 
 class Engine:
@@ -162,7 +160,7 @@ class Engine:
                     forward, (self.capacity, self.chunks), *read, to, *_strides(to), host, rows,
                     *_strides(host), out, *self._weights(number), place.table, level, place.levels,
                     self.kinds[number], self.env, *self._alphas(place), place.size, self.batch, self.per,
-                    BLEND=seed, FIRST=level == 0, num_warps=place.warps[level][0], **self._arithmetic(),
+                    BLEND=seed, FIRST=level == 0, num_warps=4, **self._arithmetic(),
                     **place.ops[level])
                 read = (to, self.itself, *_strides(to))
             behind = None if seed or number + 1 == len(self.places) else self.places[number + 1]
@@ -193,7 +191,7 @@ class Engine:
                     *_strides(g), d, *_strides(d), *self._weights(number), self.grads[1 + place.slot],
                     self.rows, place.table, level, place.levels, self.kinds[number], self.flags[number],
                     self.env, *self._alphas(place), self.batch, self.per, BLEND=seed, FIRST=level == 0,
-                    num_warps=place.warps[level][1], **self._arithmetic(), **place.ops[level])
+                    num_warps=place.warps[level], **self._arithmetic(), **place.ops[level])
 
     @property
     def _samples(self) -> tuple[Any, ...]:
