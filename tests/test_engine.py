@@ -11,7 +11,9 @@ from esper.kasmina.engine.epoch import EngineEpoch
 from esper.kasmina.packing import Prefix
 from esper.leyline import LifecycleOp, SeedStage, Style
 from esper.leyline.keys import mix
+from esper.tolaria import preview_candidates
 from tests.reference import batch, small_hosts, wait
+from tests.workshop import toy_env, toy_family
 
 pytest.importorskip("triton")
 Pair = tuple[Population, Population]
@@ -243,3 +245,25 @@ def test_one_capture_of_each_kind_serves_any_topology() -> None:
         population.probe(rows, torch.rand(shape, generator=generator))(x)
         population.end_epoch()
     assert sum(made.captures for made in population._engines._made.values()) == 2
+
+
+def test_an_environment_measures_the_same(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Episodes of two lengths, so that a row comes to rest; previews in a population of their own."""
+    def play(on: bool) -> list[dict[str, torch.Tensor]]:
+        monkeypatch.setattr(engine, "usable", lambda device: on)
+        family = toy_family(horizons=(2, 3), samples=16, validation=8, batch=8)
+        env = toy_env(2, family, spec=None, device=device)
+        env.reset(env.family.scenarios(2))
+        assert (env.population._engines is not None) == on
+        actions = [[env.spec.action(LifecycleOp.GERMINATE, slot=row, blueprint=env.spec.blueprints[2 + row]) for row in range(2)],
+                   [env.spec.action(LifecycleOp.WAIT)] * 2]
+        measured = []
+        for number in range(3):
+            measured.append(env.step(torch.tensor(actions[number > 0])).tensors())
+            if number == 0:
+                measured[-1] |= {f"preview.{n}": t for n, t in vars(preview_candidates(env, 2)).items()}
+        return measured
+
+    for ours, general in zip(play(True), play(False), strict=True):
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, general[name], rtol=1e-3, atol=1e-3, equal_nan=True, msg=name)
