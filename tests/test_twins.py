@@ -54,12 +54,12 @@ def test_training_equals_a_loop_of_modules(kind: str, incubation: str, optim: st
     config = OptimConfig(optim, lr=0.02, weight_decay=0.01, host_clip=0.5, seed_clip=0.3)
     population = Population(Host(kind, **small_hosts()[kind]), FEW, dtype=torch.float64, device=device, incubation=incubation,
                             optim=config, seed=2)
-    generator = torch.Generator().manual_seed(3)
+    choices, generator = torch.Generator().manual_seed(3), torch.Generator().manual_seed(4)
     plain = [PlainHost(population, row) for row in range(FEW)]
     faded = replaced = 0
     last = torch.full((FEW, 3), -1)
     for epoch in range(20):
-        population.begin_epoch(random_actions(population, generator))
+        population.begin_epoch(random_actions(population, choices))
         now, life = population.life.blueprint, population.life
         replaced += int(((now >= 0) & (last >= 0) & (now != last)).sum())
         last = torch.where(now >= 0, now, last)

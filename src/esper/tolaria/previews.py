@@ -34,8 +34,8 @@ class PreviewConfig:
                              f"got {self.every} and {self.steps}")
 
 
-MOST, NUMBERS = 2048, 100_000_000
-"""Candidates that are trained at once, and numbers of a batch behind a stage that they compute at once."""
+MOST, BYTES = 2048, 1000
+"""Candidates that are trained at once, and what each number of a batch behind their stages takes on a device."""
 
 
 def scratch_for(env: "MorphogeneticEnv") -> Population:
@@ -44,8 +44,11 @@ def scratch_for(env: "MorphogeneticEnv") -> Population:
     heads = tuple(head for head in Head if head is not Head.STYLE or head in env.spec.heads)
     everything = replace(ActionSpec.full(slots, blueprints), heads=heads)
     config = replace(env.population.config, spec=everything, incubation="shadow", compile=False)
-    fit = max(1, NUMBERS // (env.feed.batch * env.widest))
-    return Population(config, min(MOST, fit, env.rows * slots * len(blueprints)))
+    rows, device = min(MOST, env.rows * slots * len(blueprints)), env.population.device
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        rows = min(rows, max(1, memory // (BYTES * env.feed.batch * env.widest)))
+    return Population(config, rows)
 
 
 def preview_candidates(env: "MorphogeneticEnv", steps: int = 30, rows: Tensor | None = None) -> Contribution:

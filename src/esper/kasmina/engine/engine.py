@@ -120,8 +120,9 @@ class Engine:
         self.count = count
 
     def _allocate(self, total: int) -> None:
-        """Buffers for so many rows; what was captured for fewer is gone."""
-        self.capacity = total
+        """Buffers for so many rows, or some more: addresses are even, or kernels would be compiled once more.
+        What was captured for fewer is gone."""
+        total = self.capacity = -(-total // 64) * 64
         self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self._results: dict[str, Tensor] = {}
         places, device = len(self.places), self.device
