@@ -88,7 +88,7 @@ def test_every_blueprint_and_style(kind: str, device: str) -> None:
         wait(population)
 
     both(populations, incubate)
-    trained(populations, 2, 3, 4)
+    trained(populations, 1 if device == "cpu" else 3, 3, 4)  # on CUDA the second step is a replayed graph
     x, _ = batch(populations[0], 5, torch.Generator().manual_seed(3))
     env, alpha = torch.tensor([3, 1, 1]), torch.tensor([[0.7, 0.0, 0.7], [0.0, 0.0, 0.0], [0.7, 0.5, 0.7]])
     mine, theirs = (p.probe(env, alpha)(x) for p in populations)
@@ -113,7 +113,7 @@ def test_adamw_with_decay_clipping_and_frozen_weights(device: str) -> None:
 
     both(populations, prepare)
     before = populations[0].banks[0].weights.clone()
-    trained(populations, 3, 4, 3)
+    trained(populations, 2, 4, 3)
     both(populations, lambda p: p.set_lr(torch.full((3, 4), 0.01)))
     trained(populations, 1, 4, 3)
     alike(populations)

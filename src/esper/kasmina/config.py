@@ -37,7 +37,7 @@ class PopulationConfig:
     compute_dtype: str = ""
     """Of passes: as `dtype` if empty, or bfloat16."""
     compile: bool = False
-    """Run the host's stages through torch.compile."""
+    """Run the host's stages through torch.compile, where the engine does not run them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, Host):
