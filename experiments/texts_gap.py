@@ -2,10 +2,10 @@
 
     python -m experiments.texts_gap
 
-Every plan is played on two runs of each text; those that are best most often are played on eight others (both regimes, both horizons,
-two inits), with a wider host and a longer training beside them; then on a few texts with wider hosts and with longer trainings. Each
-level of knowledge chooses plans on other runs than it is scored on, and unless it knows the text on other texts. 95 % intervals by a
-bootstrap over texts, then runs. Outcomes are kept in the folder that --tables names and not played again; the result is
+Every plan is played on two runs of every other text; those that are best most often are played on four other runs of all texts (both
+regimes, both horizons), with a wider host and a longer training beside them; then on a few texts with wider hosts and with longer
+trainings. Each level of knowledge chooses plans on other runs than it is scored on, and unless it knows the text on other texts. 95 %
+intervals by a bootstrap over texts, then runs. Outcomes are kept in the folder that --tables names and not played again; the result is
 results/texts_gap.json.
 """
 
@@ -31,6 +31,7 @@ from experiments.shared import parser, write
 from experiments.texts import LIST
 
 SCREEN, MAIN, MORE = 0, 1_000, 2_000  # inits of all plans, of the best, of other hosts and horizons; no two texts share one
+MOST = 6  # plans that are played again
 REGIMES = ("plain", "few samples")
 SHORT = (12, 18)  # horizons
 WIDER, LONGER = 1.25, 7 / 6  # a host without growth: so many times as wide; trained so many times as long
@@ -38,11 +39,11 @@ Cells = Callable[[int, Family], Scenarios]
 
 
 def all_plans() -> list[Plan]:
-    """No growth; every blueprint in both slots, in the first, in the second; a gated convolution, then something else."""
+    """No growth; every blueprint in both slots and in the first; a gated convolution in the second, and in front of others."""
     seeds = [name for name in blueprints_for("gpt") if name != "noop"]
-    grown = [seeds_in for name in seeds for seeds_in in ((name, name), (name, None), (None, name))]
-    mixed = [("gated_conv", name) for name in ("glu", "mlp_heavy", "attention_4", "block")]
-    return [Plan(seeds_in) for seeds_in in [(None, None), *grown, *mixed]]
+    grown = [where for name in seeds for where in ((name, name), (name, None))]
+    more = [(None, "gated_conv"), ("gated_conv", "mlp_heavy"), ("gated_conv", "attention_4")]
+    return [Plan(where) for where in [(None, None), *grown, *more]]
 
 
 def screening(place: int, family: Family) -> Scenarios:
@@ -52,8 +53,8 @@ def screening(place: int, family: Family) -> Scenarios:
 
 
 def crossed(place: int, family: Family) -> Scenarios:
-    """Eight runs, one horizon behind the other; in each one init, then another, plain and with few samples."""
-    return Scenarios.joined([grid(family, 2, horizon, MAIN + 2 * place)[0] for horizon in SHORT])
+    """Four runs: one horizon behind the other, each plain and with few samples, and each horizon with its own init."""
+    return Scenarios.joined([grid(family, 1, horizon, MAIN + len(SHORT) * place + at)[0] for at, horizon in enumerate(SHORT)])
 
 
 def again(horizon: int) -> Cells:
@@ -167,9 +168,9 @@ def by_text(table: PlanTable, prices: Sequence[tuple[float, float]], names: Sequ
 
 
 def analysed(table: PlanTable, prices: Sequence[tuple[float, float]], names: Sequence[str]) -> dict[str, Any]:
-    """Of the eight runs of every text, in the order of `crossed`."""
-    run = np.arange(len(table.group)) % 8
-    regime, init = run % 2, run // 2 % 2
+    """Of the four runs of every text, in the order of `crossed`; runs of one init choose for those of the other."""
+    run = np.arange(len(table.group)) % 4
+    regime, init = run % 2, run // 2
     worth = levels(table, prices, regime, init)
     fixed = worth["one fixed plan"]
     lines: list[str] = []
@@ -195,9 +196,9 @@ def main() -> None:
     options.tables.mkdir(parents=True, exist_ok=True)
     names = [source["name"] for source in json.loads(LIST.read_text())["sources"] if source["split"] != "test"]
     families = [ordinary(f"{name}-t", "gpt", "tiny") for name in names]
-    prices, few = price_pairs(families[0]), range(0, len(names), 4)
-    screen = played_table(options.tables / "screen.safetensors", families, all_plans(), screening)
-    plans = shortlist(screen, families[0])
+    prices, few = price_pairs(families[0]), range(0, len(names), 6)
+    screen = played_table(options.tables / "screen.safetensors", families[::2], all_plans(), screening)
+    plans = shortlist(screen, families[0])[:MOST]
     print("shortlist:", "; ".join(plan.name for plan in plans), flush=True)
     result: dict[str, Any] = {"texts": names, "screen": of_plans(screen, prices)}
     table = played_table(options.tables / "main.safetensors", families, plans, crossed)
