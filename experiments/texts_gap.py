@@ -2,10 +2,10 @@
 
     python -m experiments.texts_gap
 
-Every plan is played on two runs of every other text; those that are best most often are played on four other runs of all texts (both
-regimes, both horizons), with a wider host and a longer training beside them; then on a few texts with wider hosts and with longer
-trainings. Each level of knowledge chooses plans on other runs than it is scored on, and unless it knows the text on other texts. 95 %
-intervals by a bootstrap over texts, then runs. Outcomes are kept in the folder that --tables names and not played again; the result is
+Every plan is played on two runs of every other text; those that are best most often are played on eight other runs of all texts (twice
+both regimes at both horizons), with a wider host and a longer training beside them; then on a few texts with wider hosts and with
+longer trainings. Each level of knowledge chooses plans on other runs than it is scored on, and unless it knows the text on other texts.
+95 % intervals by a bootstrap over texts, then runs. Outcomes are kept in the folder that --tables names and not played again; the result is
 results/texts_gap.json.
 """
 
@@ -52,9 +52,11 @@ def screening(place: int, family: Family) -> Scenarios:
     return drawn.take(torch.tensor([[0, 3], [1, 2]][place % 2]))
 
 
-def crossed(place: int, family: Family) -> Scenarios:
+def crossed(half: int) -> Cells:
     """Four runs: one horizon behind the other, each plain and with few samples, and each horizon with its own init."""
-    return Scenarios.joined([grid(family, 1, horizon, MAIN + len(SHORT) * place + at)[0] for at, horizon in enumerate(SHORT)])
+    first = MAIN + 500 * half
+    return lambda place, family: Scenarios.joined([grid(family, 1, horizon, first + len(SHORT) * place + at)[0]
+                                                   for at, horizon in enumerate(SHORT)])
 
 
 def again(horizon: int) -> Cells:
@@ -79,7 +81,7 @@ def static_hosts(path: Path, families: Sequence[Family]) -> dict[str, list[list[
     if not path.exists():
         found: dict[str, list[list[float]]] = {"wider host": [], "longer training": []}
         for place, family in enumerate(families):
-            evaluator, drawn, wide = Evaluator(family), crossed(place, family), widened(family.host, WIDER)
+            evaluator, drawn, wide = Evaluator(family), crossed(0)(place, family), widened(family.host, WIDER)
             none = torch.full((len(drawn), len(family.host.slots)), -1)
             bare = evaluator.from_scratch(none, drawn).delivered.score
             more = wide.cost.params / family.host.cost.params - 1
@@ -168,10 +170,10 @@ def by_text(table: PlanTable, prices: Sequence[tuple[float, float]], names: Sequ
 
 
 def analysed(table: PlanTable, prices: Sequence[tuple[float, float]], names: Sequence[str]) -> dict[str, Any]:
-    """Of the four runs of every text, in the order of `crossed`; runs of one init choose for those of the other."""
-    run = np.arange(len(table.group)) % 4
-    regime, init = run % 2, run // 2
-    worth = levels(table, prices, regime, init)
+    """Of two tables of four runs of every text, in the order of `crossed`; one chooses for the other."""
+    place = np.arange(len(table.group))
+    regime = place % 2
+    worth = levels(table, prices, regime, 2 * place // len(place))
     fixed = worth["one fixed plan"]
     lines: list[str] = []
     identify(table, prices, lines.append)
@@ -201,7 +203,8 @@ def main() -> None:
     plans = shortlist(screen, families[0])[:MOST]
     print("shortlist:", "; ".join(plan.name for plan in plans), flush=True)
     result: dict[str, Any] = {"texts": names, "screen": of_plans(screen, prices)}
-    table = played_table(options.tables / "main.safetensors", families, plans, crossed)
+    halves = [played_table(options.tables / f"main-{half}.safetensors", families, plans, crossed(half)) for half in (0, 1)]
+    table = PlanTable.joined(halves)
     result["main"] = analysed(table, prices, names)
     static = static_hosts(options.tables / "static.json", families)
     for name, rows in static.items():

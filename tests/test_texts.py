@@ -1,4 +1,5 @@
-"""The list of texts keeps its rule, and the command makes the tasks it lists or says in one sentence why not."""
+"""The list of texts keeps its rule, the command makes the tasks it lists or says in one sentence why not, and the gap of plans on
+them is found where there is one."""
 
 import hashlib
 import json
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments import texts
+from experiments import texts, texts_gap
 
+from esper.simic.proof.plans import Plan
+from esper.simic.proof.surveyed import PlanTable
 from esper.tolaria import Task, load_task
 from esper.tolaria.own import NAME, known
 from esper.tolaria.tasks import remove_task
@@ -110,3 +113,30 @@ def test_another_text_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     assert not known("toy-t")
     Task.from_text("toy-t", FIRST.decode(), 16)
     assert "there is another task toy-t; remove it" in refusal(monkeypatch, capsys, folder)
+
+
+def made_up(gain: np.ndarray, noise: float) -> PlanTable:
+    """Twelve texts with four runs each, on which plans gain so much [12, 3], and no parameters or FLOPs to pay for."""
+    rng, group = np.random.default_rng(0), np.repeat(np.arange(12), 4)
+    runs = np.zeros((48, 4, 3))
+    runs[:, 1:, 0] = gain[group] + noise * rng.normal(size=(48, 3))
+    plans = (Plan((None, None)), Plan(("glu", None)), Plan((None, "glu")), Plan(("norm", None)))
+    return PlanTable(plans, group, np.tile([12, 12, 18, 18], 12), rng.normal(size=(48, 3, 2)), runs)
+
+
+def worth(table: PlanTable) -> dict[str, float]:
+    regime, half = np.tile([0, 1, 0, 1], 12), np.tile([0, 0, 1, 1], 12)
+    return {name: float(each.mean()) for name, each in texts_gap.levels(table, [(0.0, 0.0)], regime, half).items()}
+
+
+def test_what_knowing_the_text_is_worth_is_found_where_there_is_something_and_only_there() -> None:
+    side = np.arange(12)[:, None] % 2
+    differ = worth(made_up(np.concatenate([0.06 * side, 0.06 * (1 - side), 0.01 + 0 * side], 1), 0.001))
+    drawn = "for each price and text, drawn towards the others"
+    assert differ["one fixed plan"] < 0.035
+    assert min(differ["for each price and text"], differ[drawn], differ["for each price, text and regime"]) > 0.055
+    alike = worth(made_up(np.tile([0.03, 0.02, 0.0], (12, 1)), 0.02))
+    assert alike["one fixed plan"] == alike["for each price"] == pytest.approx(0.03, abs=0.007)
+    assert alike["for each price and text"] < alike[drawn], "few runs mislead who believes them alone"
+    assert alike[drawn] == pytest.approx(alike["one fixed plan"], abs=0.003)
+    assert alike["the same, chosen and scored on the same runs"] > alike["one fixed plan"] + 0.003, "it flatters itself"
