@@ -2,10 +2,10 @@
 
     python -m experiments.texts_gap
 
-Every plan is played on two runs of every other text; those that are best most often are played on eight other runs of all texts (twice
-both regimes at both horizons), with a wider host and a longer training beside them; then on a few texts with wider hosts and with
-longer trainings. Each level of knowledge chooses plans on other runs than it is scored on, and unless it knows the text on other texts.
-95 % intervals by a bootstrap over texts, then runs. Outcomes are kept in the folder that --tables names and not played again; the result is
+Every plan is played on two runs of every other text; those that are best most often are played on four other runs of all texts (both
+regimes, both horizons), with a wider host and a longer training beside them; then on a few texts with wider hosts and with longer
+trainings, and on every other text with four times the samples. Each level of knowledge chooses plans on other runs than it is scored
+on, and unless it knows the text on other texts. 95 % intervals by a bootstrap over texts, then runs. Outcomes are kept in the folder that --tables names and not played again; the result is
 results/texts_gap.json.
 """
 
@@ -32,6 +32,7 @@ from experiments.texts import LIST
 
 SCREEN, MAIN, MORE = 0, 1_000, 2_000  # inits of all plans, of the best, of other hosts and horizons; no two texts share one
 MOST = 6  # plans that are played again
+OTHERS = [Plan((None, "block")), Plan(("gated_conv", "mlp_heavy"))]  # with more samples, where larger seeds may pay
 REGIMES = ("plain", "few samples")
 SHORT = (12, 18)  # horizons
 WIDER, LONGER = 1.25, 7 / 6  # a host without growth: so many times as wide; trained so many times as long
@@ -46,17 +47,21 @@ def all_plans() -> list[Plan]:
     return [Plan(where) for where in [(None, None), *grown, *more]]
 
 
+def fuller(family: Family) -> Family:
+    """With four times the samples, in as many steps; few are then as many as all were."""
+    few = replace(family.kinds[1], samples=family.samples)
+    return replace(family, samples=4 * family.samples, batch=4 * family.batch, kinds=(family.kinds[0], few))
+
+
 def screening(place: int, family: Family) -> Scenarios:
     """Two runs: one regime at the first horizon, the other at the second; texts take turns."""
     drawn = Scenarios.joined([grid(family, 1, horizon, SCREEN + place)[0] for horizon in SHORT])
     return drawn.take(torch.tensor([[0, 3], [1, 2]][place % 2]))
 
 
-def crossed(half: int) -> Cells:
+def crossed(place: int, family: Family) -> Scenarios:
     """Four runs: one horizon behind the other, each plain and with few samples, and each horizon with its own init."""
-    first = MAIN + 500 * half
-    return lambda place, family: Scenarios.joined([grid(family, 1, horizon, first + len(SHORT) * place + at)[0]
-                                                   for at, horizon in enumerate(SHORT)])
+    return Scenarios.joined([grid(family, 1, horizon, MAIN + len(SHORT) * place + at)[0] for at, horizon in enumerate(SHORT)])
 
 
 def again(horizon: int) -> Cells:
@@ -81,7 +86,7 @@ def static_hosts(path: Path, families: Sequence[Family]) -> dict[str, list[list[
     if not path.exists():
         found: dict[str, list[list[float]]] = {"wider host": [], "longer training": []}
         for place, family in enumerate(families):
-            evaluator, drawn, wide = Evaluator(family), crossed(0)(place, family), widened(family.host, WIDER)
+            evaluator, drawn, wide = Evaluator(family), crossed(place, family), widened(family.host, WIDER)
             none = torch.full((len(drawn), len(family.host.slots)), -1)
             bare = evaluator.from_scratch(none, drawn).delivered.score
             more = wide.cost.params / family.host.cost.params - 1
@@ -169,11 +174,16 @@ def by_text(table: PlanTable, prices: Sequence[tuple[float, float]], names: Sequ
     return found
 
 
+def at_chance(table: PlanTable, regime: np.ndarray) -> dict[str, float]:
+    """regime -> share of its runs in which the bare host ends no better than knowing how often each byte occurs."""
+    return {name: float((table.runs[regime == at, 0, 0] <= 0).mean()) for at, name in enumerate(REGIMES)}
+
+
 def analysed(table: PlanTable, prices: Sequence[tuple[float, float]], names: Sequence[str]) -> dict[str, Any]:
-    """Of two tables of four runs of every text, in the order of `crossed`; one chooses for the other."""
-    place = np.arange(len(table.group))
-    regime = place % 2
-    worth = levels(table, prices, regime, 2 * place // len(place))
+    """Of the four runs of every text, in the order of `crossed`; runs of one init choose for those of the other."""
+    run = np.arange(len(table.group)) % 4
+    regime = run % 2
+    worth = levels(table, prices, regime, run // 2)
     fixed = worth["one fixed plan"]
     lines: list[str] = []
     identify(table, prices, lines.append)
@@ -183,7 +193,7 @@ def analysed(table: PlanTable, prices: Sequence[tuple[float, float]], names: Seq
              "for each pair of prices": {f"{pair[0]:g}, {pair[1]:g}": table.plans[best(table, [pair])].name for pair in prices},
              "for each regime": {name: table.plans[best(table, prices, regime == at)].name for at, name in enumerate(REGIMES)},
              "for each horizon": {str(each): table.plans[best(table, prices, table.horizon == each)].name for each in SHORT},
-             "regression": lines[0], "plans": of_plans(table, prices), "texts": by_text(table, prices, names)}
+             "regression": lines[0], "runs at chance": at_chance(table, regime), "plans": of_plans(table, prices), "texts": by_text(table, prices, names)}
     for name in worth:
         print(f"{name}: {said(found['levels'][name])}; less one fixed plan {said(told(worth[name] - fixed, table.group))}")
     print(f"regression, other texts held out: {lines[0]}")
@@ -203,8 +213,7 @@ def main() -> None:
     plans = shortlist(screen, families[0])[:MOST]
     print("shortlist:", "; ".join(plan.name for plan in plans), flush=True)
     result: dict[str, Any] = {"texts": names, "screen": of_plans(screen, prices)}
-    halves = [played_table(options.tables / f"main-{half}.safetensors", families, plans, crossed(half)) for half in (0, 1)]
-    table = PlanTable.joined(halves)
+    table = played_table(options.tables / "main.safetensors", families, plans, crossed)
     result["main"] = analysed(table, prices, names)
     static = static_hosts(options.tables / "static.json", families)
     for name, rows in static.items():
@@ -221,6 +230,9 @@ def main() -> None:
             "texts": by_text(more, price_pairs(some[0]), [names[place] for place in few])}
         for plan, found in result[f"{size} hosts, {horizon} epochs"]["plans"].items():
             print(f"{size}, {horizon} epochs: {plan}: score {found['score']:+.2f}, after prices {said(found)}", flush=True)
+    rich = [fuller(family) for family in families[::2]]
+    more = played_table(options.tables / "fuller.safetensors", rich, [*plans, *OTHERS], crossed)
+    result["four times the samples"] = analysed(more, prices, names[::2])
     write(options, "texts_gap", result)
 
 
