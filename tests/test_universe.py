@@ -32,7 +32,7 @@ from esper.simic.proof.universal import load_table, save_table
 from esper.simic.shards import make_world
 from esper.simic.training import CHECKPOINT, TrainConfig, Training
 from esper.simic.workers import Processes
-from esper.tamiyo import EYES, Controller, Learned, NetworkConfig, Random, observe
+from esper.tamiyo import EYES, Controller, Learned, NetworkConfig, Random, Wait, observe
 from esper.tolaria import EnvConfig, Task, Universe, find_universe, ordinary, play
 from tests.test_training import toys
 from tests.workshop import toy_env, toy_family
@@ -107,6 +107,23 @@ def test_ordinary_hosts_are_healthy_and_prices_are_relative() -> None:
     for one, other in zip(price_pairs(small), price_pairs(tiny), strict=True):
         assert one == pytest.approx(other), "as many parameters as the host has cost the same"
     assert min(small.flop_prices) > 0, "compute is never free"
+
+
+def test_ordinary_gpt_hosts_learn_from_text_and_know_the_regimes_that_tokens_can_have(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPER_DATA", str(tmp_path / "data"))
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(20)]
+    Task.from_text("poem", " ".join(rng.choice(words, 3_000)), context=16)
+    family = ordinary("poem", size="tiny")
+    assert family == ordinary("poem", "gpt", "tiny")
+    assert {kind.name: kind.samples for kind in family.kinds} == {"plain": 0, "few samples": family.samples // 5}
+    assert [price * family.host.cost.params for price in family.prices] == pytest.approx([0.003, 0.012, 0.05])
+    family = replace(family, horizons=(6,))
+    plain, few = (replace(family, kinds=(kind,)) for kind in family.kinds)
+    scores = [Evaluator(each).play(Wait(), each.scenarios(4)).delivered.score for each in (plain, few)]
+    assert float(scores[0].min()) > 0.2, "it explains a part of the text"
+    assert float((scores[0] - scores[1]).min()) > 0, "and less where it has few samples"
 
 
 def column(part: str, name: str, values: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ PARTS = ("training", "validation", "test")
 """A controller learns on the first, is watched on the second; only a proof plays the third."""
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "mlp": {"tiny": (6, 6, 6), "small": (12, 12, 12), "medium": (24, 24, 24)},
-    "conv1d": {"tiny": (4, 4, 4), "small": (6, 8, 8), "medium": (10, 16, 16)}}
+    "conv1d": {"tiny": (4, 4, 4), "small": (6, 8, 8), "medium": (10, 16, 16)},
+    "gpt": {"tiny": (16, 16), "small": (24, 24), "medium": (48, 48)}}
 """Widths of ordinary hosts by their kind and size."""
 POINTS, FLOP_POINTS = (0.003, 0.012, 0.05), (0.0025, 0.01, 0.04)
 """Prices of as many parameters as the host has, and of as many FLOPs as its training takes."""
@@ -86,8 +87,8 @@ class Universe:
 
 
 def ordinary(task: str, kind: str = "", size: str = "small") -> Family:
-    """Healthy hosts on a task: all samples, few, noisy inputs or wrong labels; short trainings; parameters
-    and FLOPs have a price."""
+    """Healthy hosts on a task: all samples, few, or (but for tokens) noisy inputs or wrong labels; short
+    trainings; parameters and FLOPs have a price."""
     known = find_task(task)
     kind = kind or known.host
     if kind not in SIZES or size not in SIZES[kind]:
@@ -97,10 +98,10 @@ def ordinary(task: str, kind: str = "", size: str = "small") -> Family:
     halvings = small if len(known.inputs) > 1 and small < len(widths) else 0
     host = Host(kind, known.inputs, widths, known.classes, halvings=halvings)
     samples, validation = min(512, known.sizes[0]), min(256, known.sizes[1])
-    few = max(2 * known.classes, samples // 5)
-    kinds = (Kind("plain"), Kind("few samples", samples=few), Kind("noisy inputs", noise=0.7),
-             Kind("wrong labels", label_noise=0.3))
-    return Family(f"{task}-{kind}-{size}", task, host, kinds,
+    few = samples // 5 if host.tokens else max(2 * known.classes, samples // 5)
+    kinds = [Kind("plain"), Kind("few samples", samples=few)]
+    kinds += [] if host.tokens else [Kind("noisy inputs", noise=0.7), Kind("wrong labels", label_noise=0.3)]
+    return Family(f"{task}-{kind}-{size}", task, host, tuple(kinds),
                   prices=tuple(points / host.cost.params for points in POINTS), flop_prices=FLOP_POINTS,
                   horizons=(12, 18), lrs=(5e-3, 1e-2), samples=samples, validation=validation,
                   batch=max(1, min(32, samples // 4)))
