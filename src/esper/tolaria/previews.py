@@ -35,7 +35,7 @@ class PreviewConfig:
 
 
 MOST, BYTES = 2048, 1000
-"""Candidates that are trained at once, and what each number of a batch behind their stages takes on a device."""
+"""Candidates that are trained at once, and what a number of a batch behind their stages takes on a device."""
 
 
 def scratch_for(env: "MorphogeneticEnv") -> Population:
