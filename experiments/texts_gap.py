@@ -179,24 +179,32 @@ def at_chance(table: PlanTable, regime: np.ndarray) -> dict[str, float]:
     return {name: float((table.runs[regime == at, 0, 0] <= 0).mean()) for at, name in enumerate(REGIMES)}
 
 
+def summary(table: PlanTable, prices: Sequence[tuple[float, float]], regime: np.ndarray, half: np.ndarray) -> dict[str, Any]:
+    """What levels of knowledge are worth, and how much more than one fixed plan."""
+    worth = levels(table, prices, regime, half)
+    return {name: {"gain": told(each, table.group), "less one fixed plan": told(each - worth["one fixed plan"], table.group)}
+            for name, each in worth.items()}
+
+
 def analysed(table: PlanTable, prices: Sequence[tuple[float, float]], names: Sequence[str]) -> dict[str, Any]:
     """Of the four runs of every text, in the order of `crossed`; runs of one init choose for those of the other."""
     run = np.arange(len(table.group)) % 4
-    regime = run % 2
-    worth = levels(table, prices, regime, run // 2)
-    fixed = worth["one fixed plan"]
+    regime, half = run % 2, run // 2
+    plain = table._replace(**{name: getattr(table, name)[regime == 0] for name in PlanTable._fields[1:]})
     lines: list[str] = []
     identify(table, prices, lines.append)
-    found = {"levels": {name: told(each, table.group) for name, each in worth.items()},
-             "less one fixed plan": {name: told(each - fixed, table.group) for name, each in worth.items() if each is not fixed},
+    found = {"levels": summary(table, prices, regime, half),
+             "levels, plain runs alone": summary(plain, prices, regime[regime == 0], half[regime == 0]),
              "one fixed plan": table.plans[best(table, prices)].name,
              "for each pair of prices": {f"{pair[0]:g}, {pair[1]:g}": table.plans[best(table, [pair])].name for pair in prices},
              "for each regime": {name: table.plans[best(table, prices, regime == at)].name for at, name in enumerate(REGIMES)},
              "for each horizon": {str(each): table.plans[best(table, prices, table.horizon == each)].name for each in SHORT},
-             "regression": lines[0], "runs at chance": at_chance(table, regime), "plans": of_plans(table, prices), "texts": by_text(table, prices, names)}
-    for name in worth:
-        print(f"{name}: {said(found['levels'][name])}; less one fixed plan {said(told(worth[name] - fixed, table.group))}")
-    print(f"regression, other texts held out: {lines[0]}")
+             "regression": lines[0], "runs at chance": at_chance(table, regime), "plans": of_plans(table, prices),
+             "texts": by_text(table, prices, names)}
+    for what in ("levels", "levels, plain runs alone"):
+        for name, each in found[what].items():
+            print(f"{what}: {name}: {said(each['gain'])}; less one fixed plan {said(each['less one fixed plan'])}")
+    print(f"regression, other texts held out: {lines[0]}; at chance: {found['runs at chance']}", flush=True)
     return found
 
 
