@@ -617,7 +617,8 @@ one), points above no growth, mean over nine pairs of prices:
 
 {universe_levels}
 
-The best plan is the same for both kinds of host: `norm` in every slot, which costs almost nothing. Ordinary hosts as they are here have no norm.
+The best plan is the same for both kinds of host: `norm` in every slot, which costs almost nothing; a second norm, since stages of these
+hosts hold one in front of their activation.
 
 ## Is there anything to decide?
 

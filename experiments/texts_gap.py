@@ -47,10 +47,11 @@ def all_plans() -> list[Plan]:
     return [Plan(where) for where in [(None, None), *grown, *more]]
 
 
-def fuller(family: Family) -> Family:
-    """With four times the samples, in as many steps; few are then as many as all were."""
-    few = replace(family.kinds[1], samples=family.samples)
-    return replace(family, samples=4 * family.samples, batch=4 * family.batch, kinds=(family.kinds[0], few))
+def meagre(family: Family) -> Family:
+    """With a quarter of the samples, in as many steps, and a fifth of these where they are few: ordinary hosts of the first tables."""
+    samples = family.samples // 4
+    few = replace(family.kinds[1], samples=samples // 5)
+    return replace(family, samples=samples, batch=family.batch // 4, kinds=(family.kinds[0], few))
 
 
 def screening(place: int, family: Family) -> Scenarios:
@@ -215,7 +216,7 @@ def main() -> None:
     torch.set_num_threads(1)
     options.tables.mkdir(parents=True, exist_ok=True)
     names = [source["name"] for source in json.loads(LIST.read_text())["sources"] if source["split"] != "test"]
-    families = [ordinary(f"{name}-t", "gpt", "tiny") for name in names]
+    families = [meagre(ordinary(f"{name}-t", "gpt", "tiny")) for name in names]
     prices, few = price_pairs(families[0]), range(0, len(names), 6)
     screen = played_table(options.tables / "screen.safetensors", families[::2], all_plans(), screening)
     plans = shortlist(screen, families[0])[:MOST]
@@ -231,14 +232,14 @@ def main() -> None:
                         **told(after, np.arange(len(after)))}
         print(f"{name}: score {100 * score.mean():+.2f}, FLOPs {spent.mean():.2f}, after prices {said(result[name])}", flush=True)
     for size, horizon in (("tiny", 36), ("medium", 18)):
-        some = [replace(ordinary(f"{names[place]}-t", "gpt", size), horizons=(horizon,)) for place in few]
+        some = [replace(meagre(ordinary(f"{names[place]}-t", "gpt", size)), horizons=(horizon,)) for place in few]
         more = played_table(options.tables / f"{size}-{horizon}.safetensors", some, plans, again(horizon))
         result[f"{size} hosts, {horizon} epochs"] = {
             "plans": of_plans(more, price_pairs(some[0])),
             "texts": by_text(more, price_pairs(some[0]), [names[place] for place in few])}
         for plan, found in result[f"{size} hosts, {horizon} epochs"]["plans"].items():
             print(f"{size}, {horizon} epochs: {plan}: score {found['score']:+.2f}, after prices {said(found)}", flush=True)
-    rich = [fuller(family) for family in families[::2]]
+    rich = [ordinary(f"{name}-t", "gpt", "tiny") for name in names[::2]]
     more = played_table(options.tables / "fuller.safetensors", rich, [*plans, *OTHERS], crossed)
     result["four times the samples"] = analysed(more, prices, names[::2])
     write(options, "texts_gap", result)

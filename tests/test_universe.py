@@ -117,13 +117,13 @@ def test_ordinary_gpt_hosts_learn_from_text_and_know_the_regimes_that_tokens_can
     Task.from_text("poem", " ".join(rng.choice(words, 3_000)), context=16)
     family = ordinary("poem", size="tiny")
     assert family == ordinary("poem", "gpt", "tiny")
-    assert {kind.name: kind.samples for kind in family.kinds} == {"plain": 0, "few samples": family.samples // 5}
+    assert {kind.name: kind.samples for kind in family.kinds} == {"plain": 0, "few samples": family.samples // 4}
     assert [price * family.host.cost.params for price in family.prices] == pytest.approx([0.003, 0.012, 0.05])
-    family = replace(family, horizons=(6,))
+    family = replace(family, horizons=(12,))
     plain, few = (replace(family, kinds=(kind,)) for kind in family.kinds)
     scores = [Evaluator(each).play(Wait(), each.scenarios(4)).delivered.score for each in (plain, few)]
     assert float(scores[0].min()) > 0.2, "it explains a part of the text"
-    assert float((scores[0] - scores[1]).min()) > 0, "and less where it has few samples"
+    assert float((scores[0] - scores[1]).mean()) > 0.01, "and less where it has few samples"
 
 
 def column(part: str, name: str, values: torch.Tensor) -> torch.Tensor:

@@ -97,14 +97,15 @@ def ordinary(task: str, kind: str = "", size: str = "small") -> Family:
     widths, small = SIZES[kind][size], min(known.inputs[1:], default=8).bit_length() - 1
     halvings = small if len(known.inputs) > 1 and small < len(widths) else 0
     host = Host(kind, known.inputs, widths, known.classes, halvings=halvings)
-    samples, validation = min(512, known.sizes[0]), min(256, known.sizes[1])
-    few = samples // 5 if host.tokens else max(2 * known.classes, samples // 5)
+    most = 2_048 if host.tokens else 512  # of fewer texts hosts learn no more than how often a token comes
+    samples, validation = min(most, known.sizes[0]), min(256, known.sizes[1])
+    few = samples // 4 if host.tokens else max(2 * known.classes, samples // 5)
     kinds = [Kind("plain"), Kind("few samples", samples=few)]
     kinds += [] if host.tokens else [Kind("noisy inputs", noise=0.7), Kind("wrong labels", label_noise=0.3)]
     return Family(f"{task}-{kind}-{size}", task, host, tuple(kinds),
                   prices=tuple(points / host.cost.params for points in POINTS), flop_prices=FLOP_POINTS,
                   horizons=(12, 18), lrs=(5e-3, 1e-2), samples=samples, validation=validation,
-                  batch=max(1, min(32, samples // 4)))
+                  batch=max(1, min(most // 16, samples // 4)))
 
 
 def find_universe(path: str | Path) -> Universe:
