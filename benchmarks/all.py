@@ -61,7 +61,7 @@ FIGURES = {
     "same numbers": Figure("python -m experiments.same_numbers mlp mnist1d fashion --training", minutes=3, needs="fashion"),
     **{f"{name}, {device}": _speed(name, device, 4) for name in ("population", "env", "rl") for device in ("cpu", "cuda")},
     "vector": _speed("vector", "cpu", 3),
-    "speed": Figure("python benchmarks/speed.py --out {out}", ("speed-*.json", "scaling-*.json"), {"*.after.rate": 0.35}, 15, "cuda", BENCH),
+    "speed": Figure("python benchmarks/speed.py --out {out}", ("speed-*.json", "scaling-*.json"), {"*.after.rate": 0.35, "m*.*.rate": 0.35}, 15, "cuda", BENCH),
     "store": Figure("python benchmarks/store.py --out {out}", ("store.json",), {"held": 0.0, "bytes*": 0.05}, 1, kept=BENCH),
     "eyes": Figure("python benchmarks/eyes.py --out {out}/eyes.json", ("eyes.json",), {"held": 0.0}, 6, "playwright", BENCH),
     "universe_gap": _experiment("universe_gap", {"*.points": 0.3}, 1, "--scenarios 6 4"),
