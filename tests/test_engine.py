@@ -1,5 +1,6 @@
 """The engine computes what the general path does. Without a GPU its kernels run in Triton's interpreter."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from esper.kasmina import Host, Impairments, OptimConfig, Population, engine, register_blueprint
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.kasmina.engine.epoch import EngineEpoch
+from esper.kasmina.layers import Modulate
 from esper.kasmina.packing import Prefix
 from esper.leyline import LifecycleOp, SeedStage, Style
 from esper.leyline.keys import mix
@@ -100,8 +102,9 @@ def test_every_blueprint_and_style(kind: str, device: str) -> None:
     alike(populations)
 
 
-def test_adamw_with_decay_clipping_and_frozen_weights(device: str) -> None:
-    optim = OptimConfig(lr=0.05, weight_decay=0.1, host_clip=0.3, seed_clip=0.2, eps=1e-3)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0)])
+def test_adamw_with_decay_clipping_and_frozen_weights(betas: tuple[float, float], device: str) -> None:
+    optim = OptimConfig(lr=0.05, weight_decay=0.1, host_clip=0.3, seed_clip=0.2, eps=1e-3, betas=betas)
     populations = pair("mlp", 3, device, optim=optim)
     frozen = torch.tensor([[True, False, False], [False, False, False], [False, True, True]])
     narrow = torch.ones(3, 3)
@@ -168,10 +171,17 @@ def test_shadow_steps_behind_shared_hosts(device: str) -> None:
 def test_one_row_without_a_seed_and_batches_of_two_sizes(device: str) -> None:
     populations = pair("mlp", 1, device, optim=OptimConfig("sgd"))
     both(populations, wait)
-    for size in (4, 3, 4):
+    for size in (4, 3, 2, 4):  # more than engines are kept for
         trained(populations, 1, size, 1)
     alike(populations)
     assert len(populations[0]._engines._made) == 2
+    both(populations, lambda p: p.set_lr(torch.zeros(1, 4)))
+    before = populations[0].banks[0].weights.clone()
+    twin = copy.deepcopy(populations[0])
+    twin.set_lr(torch.full((1, 4), 0.1))
+    twin.train_step(*batch(twin, 4, torch.Generator().manual_seed(5)))
+    assert torch.equal(populations[0].banks[0].weights, before), "a copy trains itself alone"
+    assert not torch.equal(twin.banks[0].weights, before)
 
 
 def test_a_broken_row_stays_alone(device: str) -> None:
@@ -220,13 +230,16 @@ def test_what_has_no_op_runs_by_the_general_path() -> None:
     assert engines("mlp") is not None
     assert engines("mlp", dtype="float64") is None
     assert engines("mlp", incubation="straight_through") is None
+    assert engines("mlp", compute_dtype="bfloat16") is not None
+    assert Population(Host("cnn", (3, 32, 32), (64, 16)), 1)._engines is None, "no kernel has room for such samples"
     assert engines("gpt") is None
     assert engines("resnet") is None
-    register_blueprint("theirs", lambda channels: torch.nn.Softmax(1), ("mlp",))
-    try:
-        assert engines("mlp") is None
-    finally:
-        del BLUEPRINTS["mlp", "theirs"]
+    for body in (lambda channels: torch.nn.Softmax(1), lambda channels: Modulate(torch.nn.Tanh())):
+        register_blueprint("theirs", body, ("mlp",))
+        try:
+            assert engines("mlp") is None
+        finally:
+            del BLUEPRINTS["mlp", "theirs"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures are made on CUDA")

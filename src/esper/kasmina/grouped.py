@@ -25,8 +25,7 @@ class Grouped:
         trainable = None if bool((p.trainable == 1).all()) else p.at_work(p.trainable)
         clips = (p.optim.host_clip, p.optim.seed_clip)
         self.pack = Pack(p.banks, p.at_work(torch.arange(p.rows)), p.host.layout, self._groups(), p.lr,
-                         p.decay,
-                         clips, trainable, p.compute_dtype)
+                         p.decay, clips, trainable, p.compute_dtype)
         self.stepper: Stepper | None = None
         self._live: Pass | None = None
 

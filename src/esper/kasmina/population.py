@@ -61,11 +61,24 @@ class Population:
         self.lr = torch.full((rows, len(self.banks)), self.optim.lr, dtype=torch.float64)
         self.decay = torch.full_like(self.lr, self.optim.weight_decay)
         self._working: Tensor | None = None  # [W] rows of this epoch, None is all of them
+        self._set_up()
+        self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
+
+    def _set_up(self) -> None:
         # What runs it knows it weakly: graphs go when it goes, and not when a collector comes by.
         self._weak: Population = weakref.proxy(self)
         self._engines = engines_of(self._weak)
         self._running: Grouped | EngineEpoch | None = None
-        self.reset(torch.arange(rows), mix(torch.full((rows,), seed), torch.arange(rows)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which has what runs it to itself."""
+        self._flush()
+        own = ("_weak", "_engines", "_running")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_up()
 
     def reset(self, rows: Tensor, keys: Tensor, impairments: Impairments | None = None) -> None:
         """Start these rows anew: host weights from the keys [R] alone, empty slots, fresh optimisers.
@@ -156,8 +169,8 @@ class Population:
     def shadow_step(self, x: Tensor, y: Tensor, prefix: Prefix | None = None) -> None:
         """A step of incubating seeds alone, each behind its stopped host. Not to be mixed with `train_step`.
 
-        Samples are [B, N, *inputs]; with a `prefix`, [B, D, *inputs] for the rows that it names. Everything
-        else takes a step without a gradient: give it a learning rate of 0, or its momentum moves it.
+        Samples are [B, N, *inputs]; with a `prefix`, [B, D, *inputs] for the rows that it names. Give all
+        else a learning rate of 0: on the general path it takes a step without a gradient, and momentum moves.
         """
         self._check_samples(x, self.count if prefix is None else len(prefix.rows))
         if not self._run.shadow(x, y, prefix):

@@ -42,7 +42,7 @@ class Feed:
         self.noise = torch.zeros(rows, device=device)
         self.shift = torch.zeros(rows, dtype=torch.int64, device=device)
         self.places = torch.arange(width, device=device).repeat(rows, 1)  # [N, F]: their sources
-        self._order = self.subset  # [n, N] of this epoch
+        self._order = self.subset.t()  # [n, N] of this epoch
         self._steps = max(1, TOGETHER[device.type] // (self.batch * rows * width))
         self._block: tuple[int, Tensor, Tensor] | None = None  # the first sample, samples, labels
         self._clock = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -39,7 +39,7 @@ MOST, BYTES = 2048, 1000
 
 
 def scratch_for(env: "MorphogeneticEnv") -> Population:
-    """Where candidates are trained, as many rows as at once."""
+    """Where candidates are trained, as many rows as at once. It lasts as long as its environment."""
     slots, blueprints = env.spec.slots, env.spec.blueprints
     heads = tuple(head for head in Head if head is not Head.STYLE or head in env.spec.heads)
     everything = replace(ActionSpec.full(slots, blueprints), heads=heads)
@@ -88,19 +88,21 @@ def _train(env: "MorphogeneticEnv", candidates: Tensor, steps: int) -> tuple[Ten
     rates[every, 1 + slot] = rate[row]
     scratch.set_lr(rates)
     scratch.begin_epoch(full, torch.arange(scratch.rows) >= len(row))
-    env.feed.begin_epoch(env.clock)
-    hosts, of = row.unique(return_inverse=True)
-    prefix = Prefix(torch.searchsorted(of, torch.arange(len(hosts))), of)  # candidates come row by row
-    where = hosts.to(population.device)
-    for step in range(steps):
-        x, y = env.feed.train(step % env.feed.steps)
-        scratch.shadow_step(x.index_select(1, where), y.index_select(1, where), prefix)
-    alpha = scratch.life.alpha[every]
-    alpha[every, slot] = scratch.life.target[every, slot]
-    piece = env.at_once(len(row))
-    chunks = ((a.index_select(1, where), b.index_select(1, where))
-              for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
-    probe = scratch.probe(every, alpha, prefix)
-    measured = measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)
-    scratch.end_epoch()
-    return measured[1:]
+    try:
+        env.feed.begin_epoch(env.clock)
+        hosts, of = row.unique(return_inverse=True)
+        prefix = Prefix(torch.searchsorted(of, torch.arange(len(hosts))), of)  # candidates come row by row
+        where = hosts.to(population.device)
+        for step in range(steps):
+            x, y = env.feed.train(step % env.feed.steps)
+            scratch.shadow_step(x.index_select(1, where), y.index_select(1, where), prefix)
+        alpha = scratch.life.alpha[every]
+        alpha[every, slot] = scratch.life.target[every, slot]
+        piece = env.at_once(len(row))
+        chunks = ((a.index_select(1, where), b.index_select(1, where))
+                  for x, y in env.validation() for a, b in zip(x.split(piece), y.split(piece), strict=True))
+        probe = scratch.probe(every, alpha, prefix)
+        return measure(population.objective, probe, of.to(population.device), len(hosts), chunks, LOSS)[1:]
+    finally:  # it is used again
+        scratch.end_epoch()
+        scratch.life.drain_transitions()

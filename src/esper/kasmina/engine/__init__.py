@@ -27,7 +27,8 @@ def engines_of(population: "Population") -> Engines | None:
     """None where the general path has to do."""
     if not usable(population.device):
         return None
-    if population.dtype != torch.float32 or population.incubation != "shadow":
+    exact = population.dtype == torch.float32 and population.compute_dtype in (torch.float32, torch.bfloat16)
+    if not exact or population.incubation != "shadow":
         return None
     spec = population.spec
     styles = tuple(Style) if Head.STYLE in spec.heads else (Style(spec.defaults[Head.STYLE]),)

@@ -64,8 +64,7 @@ class Engine:
         per_place = (self.rows, 1 + self.slots)
         self.lr, self.decay = (torch.zeros(per_place, device=self.device) for _ in range(2))
         self.finite = torch.ones(per_place, dtype=torch.int8, device=self.device)
-        self.numbers = math.prod(host.inputs)
-        self.x = torch.zeros(batch, self.rows, self.numbers, dtype=dtype, device=self.device)
+        self.x = torch.zeros(self.rows, batch, math.prod(host.inputs), dtype=dtype, device=self.device)
         self.y = torch.zeros(batch, self.rows, dtype=objective.label_dtype, device=self.device)
         sizes = [[host.layout.size], *programs.sizes]
         self.sizes = [torch.tensor(each, dtype=torch.int32).to(self.device) for each in sizes]
@@ -137,6 +136,7 @@ class Engine:
         def buffer(size: int) -> Tensor:
             return torch.zeros(total, self.batch, size, dtype=self.dtype, device=device)
 
+        self.values = self.out = self.out_grad = self.between = self.grads = []  # before there are others
         self.values = [[buffer(size) for size in place.sizes[:-1]] for place in self.places]
         self.out = [buffer(place.size) for place in self.places]  # of a stage, of a slot, or logits
         self.out_grad = [buffer(place.size) for place in self.places if place.slot >= 0]  # by slot
@@ -150,7 +150,7 @@ class Engine:
     def _forward(self) -> Tensor:
         from esper.kasmina.engine.forward import forward
 
-        read = self._samples
+        read = (self.x, self.origin, *_strides(self.x))
         for number, place in enumerate(self.places):
             seed = place.slot >= 0
             host, out = self.out[number - seed], self.out[number]
@@ -179,7 +179,7 @@ class Engine:
             final = logits_grad if number == len(self.places) - 1 else above
             for level in reversed(range(place.levels)):
                 g = final if level == place.levels - 1 and not seed else self.between[level % 2]
-                read, d = self._samples, self.between[1]
+                read, d = (self.x, self.origin, *_strides(self.x)), self.between[1]
                 if level:
                     value, d = self.values[number][level - 1], self.between[(level - 1) % 2]
                     read = (value, self.itself, *_strides(value))
@@ -193,11 +193,6 @@ class Engine:
                     self.rows, place.table, level, place.levels, self.kinds[number], self.flags[number],
                     self.env, *self._alphas(place), self.batch, self.per, BLEND=seed, FIRST=level == 0,
                     num_warps=place.warps[level], **self._arithmetic(), **place.ops[level])
-
-    @property
-    def _samples(self) -> tuple[Any, ...]:
-        """What a kernel reads of the batch: numbers, and whose columns."""
-        return self.x, self.origin, self.numbers, self.rows * self.numbers
 
     def _weights(self, number: int) -> tuple[Tensor, int]:
         weights = self.places[number].bank.weights
@@ -218,7 +213,7 @@ class Engine:
                 self.finite[:, place], self.lr[:, place], self.decay[:, place], 1 + self.slots, self.rows,
                 bank.weights.shape[1], self.chunks,
                 CLIP=config.seed_clip if place else config.host_clip, BETA1=beta1, BETA2=beta2,
-                LOG1=math.log(beta1 or 1.0), LOG2=math.log(beta2), EPS=config.eps, SGD=momentum,
+                LOG1=_log(beta1), LOG2=_log(beta2), EPS=config.eps, SGD=momentum,
                 FROZEN=not place, BLOCK=512, num_warps=4)
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -253,9 +248,12 @@ class Engine:
         self._update()
         return losses.detach()
 
+    def _read(self, x: Tensor) -> None:
+        self.x[: x.shape[1], : len(x)].copy_(x.flatten(2).transpose(0, 1))
+
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Train the rows that are wired on a batch; their losses [R] before it."""
-        self.x[:, : x.shape[1]].copy_(x.reshape(*x.shape[:2], -1))
+        self._read(x)
         self.y[:, : y.shape[1]].copy_(y)
         return self._run("train", self._step)[: self.count]
 
@@ -265,7 +263,7 @@ class Engine:
         self.wire(rows)
         parts = []
         for piece in x.split(self.batch):
-            self.x[: len(piece), : x.shape[1]].copy_(piece.reshape(len(piece), x.shape[1], -1))
+            self._read(piece)
             parts.append(self._run("forward", self._forward)[: self.count, : len(piece)])
         return torch.cat(parts, 1)
 
@@ -294,6 +292,10 @@ class Engine:
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """The engines' own, apart from that of the general path: dropping a graph frees what its stream keeps."""
     return torch.cuda.Stream(device)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -1e30  # of which any power is 0
 
 
 def _strides(buffer: Tensor) -> tuple[int, int]:

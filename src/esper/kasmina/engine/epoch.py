@@ -47,7 +47,7 @@ class Engines:
 
     def evaluating(self, batch: int) -> Engine:
         """Any will do: it takes samples piece by piece."""
-        return next(iter(self._made.values())) if self._made else self.training(min(batch, LARGEST))
+        return self._made[max(self._made)] if self._made else self.training(min(batch, LARGEST))
 
 
 class EngineEpoch:
@@ -57,7 +57,8 @@ class EngineEpoch:
         self.population, self.engines = population, engines
         self.working = population.at_work(torch.arange(population.rows))
         self.rows: Rows | None = None  # that train
-        self._used: dict[int, Engine] = {}
+        self._used: list[Engine] = []
+        self._grouped: Grouped | None = None  # with the weights of now
 
     @property
     def untrained(self) -> bool:
@@ -77,10 +78,10 @@ class EngineEpoch:
         if self.rows is None:
             kinds = self.engines.programs.kinds
             self.rows = training_rows(self.population.life, kinds, self.working, prefix, hosts)
-        engine = self.engines.training(len(x))
-        if len(x) not in self._used:
+        engine, self._grouped = self.engines.training(len(x)), None
+        if engine not in self._used:
             engine.set_rates(self.population.lr, self.population.decay)
-            self._used[len(x)] = engine
+            self._used.append(engine)
         engine.wire(self.rows)
         return engine.step(x, y)
 
@@ -88,7 +89,8 @@ class EngineEpoch:
         """[R, B, O]. Rows of a caller's own run by the general path, with the weights of now."""
         if rows is None and alpha is None:
             return self.engines.evaluating(len(x)).forward(x, self._alone)
-        return Grouped(self.population).forward(x, rows, alpha)
+        self._grouped = self._grouped or Grouped(self.population)
+        return self._grouped.forward(x, rows, alpha)
 
     def probe(self, rows: Tensor, alpha: Tensor, prefix: Prefix | None) -> Callable[[Tensor], Tensor]:
         kinds, life = self.engines.programs.kinds, self.population.life
@@ -102,11 +104,11 @@ class EngineEpoch:
                           torch.zeros(0, slots), None)
 
     def set_lr(self, lr: Tensor) -> None:
-        for engine in self._used.values():
+        for engine in self._used:
             engine.set_rates(lr, self.population.decay)
 
     def finish(self) -> None:
         """Note whose gradients were finite."""
-        for engine in self._used.values():
+        for engine in self._used:
             assert self.rows is not None
             self.population.life.record_gradients(*engine.health(self.rows))

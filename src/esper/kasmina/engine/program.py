@@ -81,6 +81,8 @@ class Op(NamedTuple):
 
 
 FIELDS = len(Op._fields)
+LARGEST = 1 << 18
+"""Numbers of a tile that a kernel has room for."""
 
 
 def _power(number: int, least: int = 1) -> int:
@@ -111,6 +113,11 @@ class _Writer:
             return -1
         return sum(self.layout.sizes[: self.layout.names.index(name)])
 
+    def ask(self, prefix: str) -> None:
+        """A weight that has another name in the layout has no place here."""
+        if self.place(prefix + "weight") < 0:
+            raise _Unknown
+
     def add(self, code: Code, prefix: str, **values: int) -> None:
         values = {"channels": self.channels, "positions": self.positions} | values
         height, width = (1, 1, *self.extent)[-2:]
@@ -136,6 +143,7 @@ def _conv(layer: Any, prefix: str, to: _Writer) -> None:
     if layer.groups > 1:
         raise _Unknown
     to.channels = layer.out_channels
+    to.ask(prefix)
     to.add(Code.MAP, prefix, inputs=layer.in_channels, outputs=layer.out_channels, columns=to.positions,
            input_stride=to.positions, output_stride=to.positions, **taps)
 
@@ -143,6 +151,7 @@ def _conv(layer: Any, prefix: str, to: _Writer) -> None:
 def _linear(layer: Any, prefix: str, to: _Writer) -> None:
     if len(to.extent) > 1:
         raise _Unknown
+    to.ask(prefix)
     columns, inputs, outputs = (to.channels if to.extent else 1), layer.in_features, layer.out_features
     if to.extent:
         to.extent = (outputs,)
@@ -203,7 +212,7 @@ def _modulate(layer: Any, prefix: str, to: _Writer) -> None:
         raise _Unknown  # the kernels know the program's own input alone
     channels, extent = to.channels, to.extent
     _write(layer.net, prefix + "net.", to)
-    if to.channels != channels or to.positions != 1:
+    if to.channels != channels or to.positions != 1 or not to.ops:  # the first op may not be this one
         raise _Unknown
     to.extent = extent
     to.add(Code.MODULATE, prefix)
@@ -257,6 +266,13 @@ def program_of(module: nn.Module, shape: SlotShape, layout: Layout, prefix: str 
     return finished(to.ops) if to.ops else None
 
 
+def has_room(ops: list[Op]) -> bool:
+    """Are samples small enough for the kernels?"""
+    by_channel, by_span = (Code.NORM, Code.DEPTHWISE, Code.GATE), (Code.MEAN, Code.MODULATE)
+    return all(op.numbers_tile * op.channels_tile <= LARGEST for op in ops if op.code in by_channel) and all(
+        op.positions_tile * op.spans_tile <= LARGEST for op in ops if op.code in by_span)
+
+
 def finished(ops: list[Op]) -> list[Op]:
     return [op._replace(last=int(op is ops[-1])).tiled() for op in ops]
 
@@ -285,7 +301,8 @@ class Programs(NamedTuple):
 @functools.cache
 def programs_of(host: Host, prototypes: tuple[tuple[Prototype, ...], ...], styles: tuple[Style, ...]
                 ) -> Programs | None:
-    """A kind for each blueprint in each of these styles. None if a layer of host or seed has no op."""
+    """A kind for each blueprint in each of these styles. None if a layer of host or seed has no op, or a
+    sample is too large for the kernels."""
     if host.foreign is not None or host.tokens:
         return None
     shapes = [SlotShape(host.inputs[0], host.inputs[1:]), *host.slots.shapes]
@@ -306,11 +323,11 @@ def programs_of(host: Host, prototypes: tuple[tuple[Prototype, ...], ...], style
                 return None
             for style in styles:
                 whole = styled(ops, style, prototype.shape, prototype.layout.size)
-                if len(whole) == 1 and whole[0].code in (Code.MAP, Code.DEPTHWISE):
-                    return None  # it would read gradients where it adds to them
+                if not has_room(whole) or (len(whole) == 1 and whole[0].code in (Code.MAP, Code.DEPTHWISE)):
+                    return None  # of these an only op would read gradients where it adds to them
                 kinds[slot, number, style] = len(seeds[slot])
                 seeds[slot].append(whole)
                 sizes[slot].append(prototype.layout.size + prototype.gate_size * (style is Style.GATE))
-    if None in fixed:
+    if not all(ops and has_room(ops) for ops in fixed):
         return None
     return Programs(fixed[:-1], fixed[-1], seeds, sizes, kinds)  # type: ignore[arg-type]

@@ -7,9 +7,10 @@ sample at one position. Offsets count numbers.
 import triton
 import triton.language as tl
 
-from esper.kasmina.engine.program import FIELDS
+from esper.kasmina.engine.program import FIELDS, Code
 
-NORM, MAP, DEPTHWISE, MEAN, GLU, POOL, MODULATE, ACTIVATE, GATE = (tl.constexpr(n) for n in range(9))
+NORM, MAP, DEPTHWISE, MEAN, GLU, POOL, MODULATE, ACTIVATE, GATE = (tl.constexpr(int(c)) for c in Code)
+assert FIELDS == 28, "the kernels read the fields of an op by their places"
 WIDE = tl.constexpr(FIELDS)
 EPS = tl.constexpr(1e-5)
 BLOCK = tl.constexpr(1024)

@@ -6,9 +6,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows", "width", "chunks", "stride"])
 def update(theta, first, second, steps, grads, trainable, sizes, kinds, flags, finite, lr, decay, stride,
-           rows, width,
-           chunks, CLIP: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr,
-           LOG2: tl.constexpr, EPS: tl.constexpr, SGD: tl.constexpr, FROZEN: tl.constexpr,
+           rows, width, chunks, CLIP: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr,
+           LOG1: tl.constexpr, LOG2: tl.constexpr, EPS: tl.constexpr, SGD: tl.constexpr, FROZEN: tl.constexpr,
            BLOCK: tl.constexpr):
     """One program for a row. `grads` [chunks, rows, width] are added up; rows without a flag stay.
 
