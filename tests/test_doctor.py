@@ -17,7 +17,7 @@ def test_all_is_well_in_eighty_columns(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     for words in (f"esper {esper.__version__}, Python 3", f"torch {torch.__version__}", f"numpy {np.__version__}", "cores", "CUDA",
-                  "GiB free", "digits (built in)", "missing: ", "tamiyo-small with 3 controllers", "all is well"):
+                  "GiB free", "digits (built in)", "missing: ", "tamiyo-small with 3 controllers", "run by the", "all is well"):
         assert words in said, words
     assert max(map(len, said.splitlines())) <= 80
 

@@ -30,7 +30,7 @@ def _on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(kind: str, rows: int, device: str, **config: object) -> Pair:
     """The same population by the engine and by the general path."""
     ours, general = (Population(Host(kind, **small_hosts()[kind]), rows, device=device, **config) for _ in range(2))
-    assert ours._engines is not None
+    assert ours.by_engine
     general._engines = None
     return ours, general
 
@@ -224,20 +224,20 @@ def test_bfloat16_stays_near(device: str) -> None:
 
 
 def test_what_has_no_op_runs_by_the_general_path() -> None:
-    def engines(kind: str, **config: object) -> object:
-        return Population(Host(kind, **small_hosts()[kind]), 2, **config)._engines
+    def by_engine(kind: str, **config: object) -> bool:
+        return Population(Host(kind, **small_hosts()[kind]), 2, **config).by_engine
 
-    assert engines("mlp") is not None
-    assert engines("mlp", dtype="float64") is None
-    assert engines("mlp", incubation="straight_through") is None
-    assert engines("mlp", compute_dtype="bfloat16") is not None
-    assert Population(Host("cnn", (3, 32, 32), (64, 16)), 1)._engines is None, "no kernel has room for such samples"
-    assert engines("gpt") is None
-    assert engines("resnet") is None
+    assert by_engine("mlp")
+    assert not by_engine("mlp", dtype="float64")
+    assert not by_engine("mlp", incubation="straight_through")
+    assert by_engine("mlp", compute_dtype="bfloat16")
+    assert not Population(Host("cnn", (3, 32, 32), (64, 16)), 1).by_engine, "no kernel has room for such samples"
+    assert not by_engine("gpt")
+    assert not by_engine("resnet")
     for body in (lambda channels: torch.nn.Softmax(1), lambda channels: Modulate(torch.nn.Tanh())):
         register_blueprint("theirs", body, ("mlp",))
         try:
-            assert engines("mlp") is None
+            assert not by_engine("mlp")
         finally:
             del BLUEPRINTS["mlp", "theirs"]
 
@@ -267,7 +267,7 @@ def test_an_environment_measures_the_same(monkeypatch: pytest.MonkeyPatch, devic
         family = toy_family(horizons=(2, 3), samples=16, validation=8, batch=8)
         env = toy_env(2, family, spec=None, device=device)
         env.reset(env.family.scenarios(2))
-        assert (env.population._engines is not None) == on
+        assert env.population.by_engine == on
         actions = [[env.spec.action(LifecycleOp.GERMINATE, slot=row, blueprint=env.spec.blueprints[2 + row]) for row in range(2)],
                    [env.spec.action(LifecycleOp.WAIT)] * 2]
         measured = []

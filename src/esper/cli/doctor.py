@@ -61,7 +61,8 @@ def _grow() -> str:
         population.end_epoch()
         if alike != (gap < 1e-4):
             raise EsperError(f"a seed that {'incubates' if alike else 'is blended in'} moved its host {gap}")
-    return f"a seed incubates on the {device} without a trace, then changes its host"
+    path = "the engine" if population.by_engine else "the general path"
+    return f"a seed incubates on the {device} without a trace, then changes its host\nrun by {path}"
 
 
 def _store() -> str:

@@ -129,6 +129,12 @@ class Population:
         """Rows that train in this epoch."""
         return self.rows if self._working is None else len(self._working)
 
+    @property
+    def by_engine(self) -> bool:
+        """Do the engine's kernels run it? Otherwise the general path does: on the CPU, in float64, and where
+        a layer of its host or of a seed has no kernel."""
+        return self._engines is not None and self._engines.fit()
+
     def install(self, rows: Tensor, blueprint: Tensor, style: Tensor, alpha: Tensor,
                 stage: SeedStage = SeedStage.HOLDING) -> None:
         """Give empty rows a whole topology at once: newborn seeds. Each tensor [R, S], -1 is no seed."""
@@ -343,9 +349,8 @@ class Population:
     def _run(self) -> Grouped | EngineEpoch:
         """How this epoch is run; what it reads from the banks holds until `_flush`."""
         if self._running is None:
-            engines = self._engines
-            usable = engines is not None and engines.fit()
-            self._running = EngineEpoch(self._weak, engines) if usable else Grouped(self._weak)  # type: ignore[arg-type]
+            self._running = (EngineEpoch(self._weak, self._engines) if self._engines and self.by_engine
+                             else Grouped(self._weak))
         return self._running
 
     def _flush(self) -> None:
