@@ -26,6 +26,7 @@ class Asked:
 
     slots: str | Sequence[str] = "auto"
     controller: str | PolicyBundle | Mapping[str, str] = "heuristic"
+    blueprints: Sequence[str] | None = None
     epochs: int = 30
     budget: str | float | None = None
     flops: str | float | None = None

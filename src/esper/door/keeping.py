@@ -25,7 +25,9 @@ class LastGood:
             copy.deepcopy({key: value for key, value in group.items() if key != "params"})
             for group in optimizer.param_groups]
         host = {id(parameter) for parameter in growing.host.parameters()}  # others: seeds', or a loss's
-        self.others = [(p, p.detach().clone()) for params in self.groups for p in params if id(p) not in host]
+        others: list[Tensor] = [p for params in self.groups for p in params if id(p) not in host]
+        others += [buffer for graft in growing.grafts.values() for buffer in graft.buffers()]
+        self.others = [(each, each.detach().clone()) for each in others]
         self.schedulers = [copy.deepcopy(each.state_dict()) for each in growing.asked.schedulers]
         self.life = copy.deepcopy(dict(growing.life.fields()))
         self.joined = list(growing.joined)

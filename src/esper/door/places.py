@@ -35,7 +35,7 @@ class SlotHook:
     def __init__(self, host: nn.Module, active: Mapping[int, nn.Module], slot: int, place: Place) -> None:
         self.host, self.active, self.slot, self.place = host, active, slot, place
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         graft = self.active.get(self.slot)
         if graft is None:
             return None  # the output stays the very tensor that it was
@@ -48,7 +48,9 @@ class SlotHook:
         if len(held) != dims or held[-1 if shape.tokens else 1] != shape.channels:
             raise EsperError(f"{path} gave {shape.channels} channels in {dims} dimensions when attached, "
                              f"and now a shape of {held}; attach anew when a model changes its shapes")
-        return with_first(output, graft(first_of(output)))
+        if graft.training != module.training:  # copies of blocks may hold dropout
+            graft.train(module.training)
+        return with_first(output, graft(first_of(output), *args[1:], **kwargs))
 
     def __reduce__(self) -> Any:  # a function that does nothing, and that needs no Esper to be read
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -98,7 +100,7 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch[0] if isinstance(batch, (tuple, list)) else batch,), {}
 
 
-def _size(batch: Any) -> int:
+def samples_of(batch: Any) -> int:
     """Samples of a batch."""
     parts = batch.values() if hasattr(batch, "keys") else [batch] if isinstance(batch, Tensor) else batch
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
@@ -125,7 +127,7 @@ def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], Cost]:
         for hook in hooks:
             hook.remove()
     params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return seen, Cost(params, counter.get_total_flops() // _size(example))
+    return seen, Cost(params, counter.get_total_flops() // samples_of(example))
 
 
 def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
@@ -135,7 +137,7 @@ def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
     if not (layouts.keys() <= known.keys() and set(layouts.values()) <= {"BCL", "BTC"}):
         raise EsperError(f"layouts say BCL or BTC for paths of slots; got {layouts}")
     seen, cost = survey(model, example)
-    batch = _size(example)
+    batch = samples_of(example)
     if slots != "auto":
         asked = [slots] if isinstance(slots, str) else list(slots)
         for path in asked:
