@@ -53,6 +53,9 @@ class Asked:
         if self.previews is not None and (type(self.previews) is not int or self.previews < 0 or (
                 self.previews and self.loss is None)):
             raise EsperError("previews is a whole number of epochs, 0 for none, and needs loss and data")
+        if self.blueprints is not None and not (isinstance(self.blueprints, (list, tuple)) and all(
+                isinstance(name, str) for name in self.blueprints)):
+            raise EsperError(f"blueprints is a list of names; got {self.blueprints!r}")
         if not 0 <= self.price < math.inf:
             raise EsperError(f"a price of {self.price} is impossible; it must be at least 0")
 

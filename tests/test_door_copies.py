@@ -1,0 +1,293 @@
+"""The blueprint `copy`: models grow deeper by their own blocks, and what is delivered is of their own class."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import esper
+from esper.kasmina.foreign import Repeat
+from esper.leyline import EsperError, SeedStage
+from tests.test_door import MODELS, TOKENS, Loop, Picture, Script, Speaker, X, Y, growing_with_nan, incubating
+
+GROW = Script(e1=("GERMINATE", 1, "copy"), e7=("FOSSILIZE", 1, ""))
+"""The first stage of `picture` changes the shape, so that its slot 1 is behind `stages.2`."""
+
+
+def grown(kind: str = "blocks", epochs: int = 9, **options: Any) -> Loop:
+    loop = Loop(kind, controller=GROW, blueprints=["copy"], **options)
+    for _ in range(epochs):
+        loop.epoch()
+    return loop
+
+
+def of_esper(net: nn.Module) -> list[str]:
+    return [type(each).__name__ for each in net.modules() if type(each).__module__.startswith("esper")]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_is_delivered_as_its_own_class_with_one_more_block(kind: str) -> None:
+    loop = grown(kind, **incubating(Loop(kind)))
+    growing = loop.growing
+    (slot,) = growing.grafts
+    assert int(growing.life.stage[0, slot]) == SeedStage.FOSSILIZED
+    path, seed = growing.places[slot].path, growing.grafts[slot].seed
+    assert growing.params == sum(p.numel() for p in loop.model.get_submodule(path).parameters())
+    loop.model.eval()
+    with torch.no_grad():
+        wanted = loop.model(loop.x)
+        net = growing.deliver().eval()
+        assert torch.equal(net(loop.x), wanted)
+        assert not torch.equal(loop.model(loop.x), wanted), "the model itself is let go"
+    assert type(net) is type(loop.model)
+    assert not of_esper(net)
+    assert not any(module._forward_hooks or module._forward_hooks_with_kwargs for module in net.modules())
+    owner, _, number = path.rpartition(".")
+    blocks = net.get_submodule(owner)
+    assert len(blocks) == len(loop.model.get_submodule(owner)) + 1  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(blocks[int(number) + 1].parameters(), seed.parameters(), strict=True))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_copy_is_born_as_the_block_in_front_and_follows_its_modes_and_groups(kind: str) -> None:
+    loop = Loop(kind, controller=GROW, blueprints=["copy"])
+    growing = loop.growing
+    for _ in range(2):
+        loop.epoch()
+    ((slot, graft),) = growing.grafts.items()
+    front = dict(loop.model.get_submodule(growing.places[slot].path).named_parameters())
+    born = dict(graft.seed.named_parameters())
+    assert front.keys() == born.keys()
+    assert all(torch.equal(front[name], born[name]) and front[name] is not born[name] for name in born)
+    for _ in range(2):
+        loop.epoch()  # it is blended in now
+    group_of = {id(p): number for number, group in enumerate(loop.optimizer.param_groups) for p in group["params"]}
+    assert [group_of[id(born[name])] for name in born] == [group_of[id(front[name])] for name in front]
+    assert len({group_of[id(p)] for p in front.values()}) == 2, "weights and biases lie in two groups"
+    for mode in (True, False):
+        loop.model.train(mode)(loop.x)
+        assert all(module.training is mode for module in graft.modules())
+
+
+def test_running_statistics_of_a_copy_learn_are_kept_and_are_put_back(tmp_path: Path) -> None:
+    whole = grown("picture", 5)
+    norm = next(m for m in whole.growing.grafts[1].seed.modules() if isinstance(m, nn.BatchNorm2d))
+    front = next(m for m in whole.model.stages[2].modules() if isinstance(m, nn.BatchNorm2d))
+    assert not torch.equal(norm.running_mean, front.running_mean)
+    whole.growing.save(tmp_path / "growth")
+    state = copy.deepcopy([whole.model.state_dict(), whole.optimizer.state_dict(), whole.scheduler.state_dict(), torch.get_rng_state()])
+    again = Loop("picture", controller=GROW, blueprints=["copy"])
+    again.growing.load(tmp_path / "growth")
+    for part, kept in zip((again.model, again.optimizer, again.scheduler), state, strict=False):
+        part.load_state_dict(kept)
+    outcomes = []
+    for loop in (whole, again):
+        torch.set_rng_state(state[3])
+        for _ in range(4):
+            loop.epoch()
+        outcomes.append({**loop.model.state_dict(), **{f"seed {name}": value for name, value in loop.growing.grafts[1].state_dict().items()}})
+    counted = {name for name in outcomes[0] if name.endswith("num_batches_tracked")}  # read by nobody
+    assert all(torch.equal(value, outcomes[1][name]) for name, value in outcomes[0].items() if name not in counted)
+    kept = copy.deepcopy(whole.growing.grafts[1].state_dict())
+    assert growing_with_nan_weights(whole).startswith("ROLLBACK")
+    assert all(torch.equal(value, kept[name]) for name, value in whole.growing.grafts[1].state_dict().items() if name not in
+               {f"seed.{each}" for each in ("1.num_batches_tracked",)})
+
+
+def growing_with_nan_weights(loop: Loop) -> str:
+    """A step that breaks a copy that was kept."""
+    loop.model.train()
+    loop.model(loop.x)  # its statistics go on
+    with torch.no_grad():
+        next(loop.growing.grafts[1].seed.parameters()).fill_(torch.nan)
+    return str(growing_with_nan(loop).decision)
+
+
+def test_a_pruned_copy_leaves_no_trace() -> None:
+    loop = Loop("speaker", controller=Script(e0=("GERMINATE", 0, "copy"), e4=("PRUNE", 0, "")), blueprints=["copy"])
+    counts = []
+    for _ in range(8):
+        loop.epoch()
+        counts.append(sum(len(group["params"]) for group in loop.optimizer.param_groups))
+    bare = len(list(loop.model.parameters()))
+    assert max(counts) == bare + len(list(loop.model.layers[0].parameters()))
+    assert counts[-1] == bare == len(loop.optimizer.state)
+    assert len(loop.growing.deliver().layers) == 3
+
+
+def test_a_compiled_model_grows_alike() -> None:
+    torch._dynamo.reset()
+    eager, compiled = Loop("speaker", controller=GROW, blueprints=["copy"]), Loop("speaker")
+    for drop in (m for loop in (eager, compiled) for m in loop.model.modules() if isinstance(m, nn.MultiheadAttention)):
+        drop.dropout = 0.0  # of which compiled models draw otherwise
+    net = torch.compile(compiled.model, backend="eager")
+    compiled.growing = esper.attach(net, compiled.optimizer, example=TOKENS[:4], controller=GROW, epochs=20, blueprints=["copy"])
+    state = torch.get_rng_state()
+    for loop in (eager, compiled):
+        torch.set_rng_state(state)
+        loop.model = net if loop is compiled else loop.model
+        for _ in range(9):
+            loop.epoch()
+    a, b = (loop.growing.deliver() for loop in (eager, compiled))
+    assert len(a.layers) == len(b.layers) == 4
+    torch.testing.assert_close(a(TOKENS), b(TOKENS))
+
+
+class Counted(nn.Module):
+    """Knows how many blocks it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(nn.Linear(12, 12) for _ in range(2)), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(2):
+            x = torch.tanh(self.blocks[number](x))
+        return self.head(x)
+
+
+def test_where_one_more_block_would_give_something_else_the_copy_stays_beside_its_block() -> None:
+    torch.manual_seed(0)
+    model = Counted()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    growing = esper.attach(model, optimizer, example=X[:4], slots=["blocks.0"], controller={"blocks.0": "copy"}, blueprints=["copy"], epochs=9)
+    for _ in range(9):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        growing.end_epoch(lambda: -float(F.cross_entropy(model(X), Y)))
+    assert list(growing.kept) == ["blocks.0"]
+    wanted = model(X)
+    net = growing.deliver()
+    assert torch.equal(net(X), wanted)
+    assert len(net.blocks) == 2
+    assert "Repeat" in of_esper(net)
+
+
+def test_other_seeds_stay_where_they_grew_when_copies_become_blocks() -> None:
+    actions = {"e0": ("GERMINATE", 0, "copy"), "e1": ("GERMINATE", 2, "mlp_small"), "e7": ("FOSSILIZE", 0, ""), "e8": ("FOSSILIZE", 2, "")}
+    loop = Loop("blocks", controller=Script(**actions), blueprints=["copy", "mlp_small"])
+    for _ in range(11):
+        loop.epoch()
+    loop.model.eval()
+    with torch.no_grad():
+        wanted = loop.model(X)
+        net = loop.growing.deliver().eval()
+        assert torch.equal(net(X), wanted)
+    assert [type(each).__name__ for each in net] == ["Linear", "Block", "Block", "Block", "Grafted", "Linear"]
+
+
+class Narrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.by_name, self.last = nn.Linear(12, 8), nn.Identity(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.by_name(input=self.first(x)))
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"slots": ["first"]}, r"turns \[4, 12\] into \[4, 8\]"), ({"slots": ["by_name"]}, "turns keywords alone"),
+    ({"blueprints": ["copies"]}, "no blueprint 'copies' .* copy"), ({"blueprints": "copy"}, "a list of names"), ({"blueprints": []}, "nothing fits")])
+def test_what_cannot_be_copied_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    model = Narrowing()
+    with pytest.raises(EsperError, match=sentence) as told:
+        esper.attach(model, torch.optim.AdamW(model.parameters()), example=X[:4], **{"blueprints": ["copy"]} | options)
+    assert "\n" not in str(told.value)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_slots_that_were_found_and_cannot_be_copied_are_left_out() -> None:
+    model = Picture()
+    growing = esper.attach(model, torch.optim.AdamW(model.parameters()), example=MODELS["picture"][1][:4], blueprints=["copy"])
+    assert [place.path for place in growing.places] == ["stages.1", "stages.2"]
+    assert growing.spec.blueprints == ("noop", "copy")
+    assert growing.prototypes[0][1].cost.flops == 2 * 8 * 8 * 9 * 64
+
+
+def test_a_copy_costs_what_its_block_costs_and_budgets_know_it() -> None:
+    loop = Loop("speaker", controller="heuristic", blueprints=["copy"], budget="+15%", epochs=30)
+    sizes = {loop.epoch().params for _ in range(24)}
+    assert sizes == {0}, "a layer is more than that"
+    assert any("would exceed the budget" in report.decision for report in loop.growing.history)
+
+
+def test_growing_deeper_helps_a_model_that_is_too_shallow() -> None:
+    """One narrow hidden layer hardly finds two rings."""
+
+    def accuracy(seed: int, **options: Any) -> float:
+        torch.manual_seed(seed)
+        x = torch.randn(1200, 2)
+        y = ((x.norm(dim=1) > 0.8) ^ (x.norm(dim=1) > 1.5)).long()
+        model = nn.Sequential(nn.Linear(2, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), 2e-2)
+        growing = esper.attach(model, optimizer, example=x[:4], slots=["1"], epochs=24, **options)
+        for _ in range(24):
+            for chosen in torch.randperm(1000).split(50):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+                optimizer.step()
+            growing.end_epoch(lambda: -float(F.cross_entropy(model(x[1000:]), y[1000:])))
+        return float((growing.deliver()(x[1000:]).argmax(1) == y[1000:]).double().mean())
+
+    gains = [accuracy(seed, controller={"1": "copy"}, blueprints=["copy"]) - accuracy(seed, controller="wait") for seed in range(3)]
+    assert sum(gains) / 3 > 0.05
+
+
+SPEAKS = """
+import sys, torch
+from transformers import GPT2LMHeadModel
+net = GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
+ids, wanted = torch.load(sys.argv[2])
+with torch.no_grad():
+    assert torch.equal(net(input_ids=ids).logits, wanted)
+assert "esper" not in sys.modules
+"""
+
+
+def test_a_language_model_of_hugging_face_is_one_of_them_with_another_layer(tmp_path: Path) -> None:
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ids = torch.randint(50, (4, 16))
+    net = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    with pytest.raises(EsperError, match="use_cache=False"):
+        esper.attach(net, optimizer, example={"input_ids": ids}, blueprints=["copy"])
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    growing = esper.attach(net, optimizer, example=batch, blueprints=["copy"], controller={"transformer.h.0": "copy"}, epochs=9)
+    for _ in range(9):
+        net.train()
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(**batch).loss.backward()
+            optimizer.step()
+        growing.end_epoch(lambda: -float(net.eval()(**batch).loss.detach()))
+    with torch.no_grad():
+        wanted = net.eval()(**batch).logits
+    better = growing.deliver().eval()
+    assert type(better) is type(net)
+    assert not of_esper(better)
+    assert better.config.n_layer == 3
+    assert net.config.n_layer == 2
+    assert [block.attn.layer_idx for block in better.transformer.h] == [0, 1, 2]
+    with torch.no_grad():
+        cached, plain = (better.generate(ids[:, :4], max_new_tokens=8, do_sample=False, use_cache=use, pad_token_id=0) for use in (True, False))
+    assert torch.equal(cached, plain)
+    better.save_pretrained(tmp_path / "better")
+    torch.save((ids, wanted), tmp_path / "wanted.pt")
+    subprocess.run([sys.executable, "-c", SPEAKS, str(tmp_path / "better"), str(tmp_path / "wanted.pt")], check=True, capture_output=True)
+
+
+def test_a_copy_without_a_place_in_a_cache_refuses_one() -> None:
+    class Cache:
+        def get_seq_length(self) -> int:
+            return 0
+
+    with pytest.raises(EsperError, match="use_cache=False"):
+        Repeat(Speaker.Layer(), 1.0)(torch.zeros(1, 2, 8), past=Cache())
