@@ -1,0 +1,228 @@
+"""Does a model get better for the same compute if it grows deeper by copies of its own blocks? Beside static nets of several depths.
+
+    python -m experiments.deeper FOLDER --workers 2          FOLDER holds the packages, as for experiments.texts
+
+The model is made of PyTorch's parts alone: embeddings, `nn.TransformerEncoderLayer`s under a causal mask, a head; 64 wide, trained on
+windows of 64 bytes, 16 at a time, by AdamW with a warm-up and a cosine. A text's first nine tenths train it, the next twentieth is what
+decisions see, and the last one is reported; it chooses nothing. Compute is training FLOPs by PyTorch's counter, those of seeds and of
+what they learn behind the model included; evaluations are not counted. In each cell (text, regime, seed) a grown run comes first,
+all others get the FLOPs that it took, and a schedule of their own length:
+
+    grown     attached with blueprints=["copy"]; every other setting is its default
+    at once   the same, but the plan says: every slot, before anything is known
+    built-in  attached with all defaults
+    host      the model as it is, for longer
+    twice     twice as many blocks from the start
+    halving   1, 2, 3, 4 and 6 blocks share the FLOPs; at each third of them the worse ones are dropped, 5 to 3 to 1
+
+Loss in nats per byte. Runs are kept in --cache as they end, so that a killed command goes on. Writes experiments/results/deeper.json.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import esper
+from esper.leyline.storage import atomic_write
+from experiments.shared import parser, write
+from experiments.texts import LIST, archive
+
+WIDTH, LENGTH, BATCH, LR, EPOCHS, MOST = 64, 64, 16, 5e-3, 20, 3_000_000
+TEXTS = ("moby", "speeches", "wordnet", "declarations", "chinese")
+REGIMES = {"1 block, 1e12 FLOPs": (1, 1e12, 2), "1 block, 4e12 FLOPs": (1, 4e12, 2), "2 blocks, 1e13 FLOPs": (2, 1e13, 1)}
+"""Name -> (blocks of the host, about how many FLOPs a grown run takes, seeds)."""
+DEPTHS, RUNGS = (1, 2, 3, 4, 6), (5, 3, 1)
+ARMS = ("grown", "at once", "built-in", "host", "twice", "halving")
+
+
+class Model(nn.Module):
+    def __init__(self, vocabulary: int, blocks: int) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.place.weight, std=0.02)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+                                    for _ in range(blocks))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False))
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token(x) + self.place.weight
+        for block in self.blocks:
+            h = block(h, src_mask=self.mask, is_causal=True)
+        return self.head(h)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def step_flops(vocabulary: int, blocks: int) -> int:
+    """Of one training step: three times the forward pass."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        Model(vocabulary, blocks).train()(torch.zeros(BATCH, LENGTH, dtype=torch.long))
+    return 3 * counter.get_total_flops()
+
+
+class Data:
+    """A text as numbers, in three parts."""
+
+    def __init__(self, text: bytes) -> None:
+        known = sorted(set(text))
+        table = torch.zeros(256, dtype=torch.long)
+        table[known] = torch.arange(len(known))
+        tokens = table[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
+        self.vocabulary, n = len(known), len(tokens)
+        self.train, self.seen, self.test = tokens[: n * 18 // 20], tokens[n * 18 // 20 : n * 19 // 20], tokens[n * 19 // 20 :]
+
+    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield windows(self.train, torch.randint(len(self.train) - LENGTH - 1, (BATCH,), generator=generator))
+
+
+def windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    found = tokens[starts[:, None] + torch.arange(LENGTH + 1)]
+    return found[:, :-1], found[:, 1:]
+
+
+class Run:
+    """A training that can be gone on with."""
+
+    def __init__(self, data: Data, blocks: int, seed: int, steps: int) -> None:
+        torch.manual_seed(seed)
+        self.data, self.blocks, self.model = data, blocks, Model(data.vocabulary, blocks)
+        self.left, self.step_flops = steps, step_flops(data.vocabulary, blocks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LR)
+        warm = max(1, steps // 20)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(
+            (step + 1) / warm, 0.51 + 0.49 * math.cos(math.pi * min(1.0, max(0, step - warm) / max(1, steps - warm)))))
+        self.stream = data.batches(1000 + seed)
+
+    def go(self, steps: int) -> None:
+        self.model.train()
+        for batch in itertools.islice(self.stream, min(steps, self.left)):
+            self.optimizer.zero_grad()
+            loss_of(self.model, batch).backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.left -= 1
+
+    def score(self, model: nn.Module | None = None, most: int = 192, test: bool = False) -> float:
+        """Loss of windows that cover a part evenly."""
+        net, tokens = (model or self.model).eval(), self.data.test if test else self.data.seen
+        starts = torch.linspace(0, len(tokens) - LENGTH - 2, min(most, len(tokens) // LENGTH)).long()
+        with torch.no_grad():
+            parts = [(float(loss_of(net, windows(tokens, some))), len(some)) for some in starts.split(64)]
+        return sum(loss * size for loss, size in parts) / len(starts)
+
+    def result(self, model: nn.Module | None = None, **more: Any) -> dict[str, Any]:
+        return {"loss": self.score(model, 2000, test=True), "seen": self.score(model), **more}
+
+
+def grow(data: Data, blocks: int, seed: int, steps: int, **options: Any) -> dict[str, Any]:
+    class Batches:
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            return data.batches(next(fresh))
+
+    run, each, fresh = Run(data, blocks, seed, steps), steps // EPOCHS, itertools.count(10_000 * (seed + 1))
+    growing = esper.attach(run.model, run.optimizer, example=next(data.batches(0)), slots=[f"blocks.{n}" for n in range(blocks)],
+                           epochs=EPOCHS, loss=loss_of, data=Batches(), schedulers=[run.schedule], **options)
+    told = []
+    for _ in range(EPOCHS):
+        run.go(each)
+        told.append(growing.end_epoch(lambda: -run.score()).decision)
+    flops = EPOCHS * each * run.step_flops * (1 + growing.compute.spent)
+    net = growing.deliver()
+    return run.result(net, flops=flops, blocks=len(net.blocks), decisions=told)
+
+
+def static(data: Data, blocks: int, seed: int, flops: float) -> dict[str, Any]:
+    run = Run(data, blocks, seed, int(flops / step_flops(data.vocabulary, blocks)))
+    run.go(run.left)
+    return run.result(blocks=blocks)
+
+
+def halving(data: Data, seed: int, flops: float) -> dict[str, Any]:
+    """Schedules are as long as the last one's training will be."""
+    parts = [flops / len(RUNGS) / alive for alive in RUNGS]
+    runs = [Run(data, blocks, seed, int(sum(parts) / step_flops(data.vocabulary, blocks))) for blocks in DEPTHS]
+    for alive, part in zip(RUNGS, parts, strict=True):
+        runs = sorted(runs, key=Run.score)[:alive] if alive < len(runs) else runs
+        for run in runs:
+            run.go(int(part / run.step_flops))
+    return runs[0].result(blocks=runs[0].blocks)
+
+
+def play(text: str, packages: str, regime: str, seed: int, cache: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    kept = Path(cache) / f"{text}-{regime.replace(' ', '')}-{seed}.json"
+    done: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    data, (blocks, flops, _) = Data(read(Path(packages), text)), REGIMES[regime]
+    steps = int(flops / (0.95 * step_flops(data.vocabulary, 2 * blocks))) // EPOCHS * EPOCHS
+    plan = {f"blocks.{n}": "copy" for n in range(blocks)}
+    for arm in ARMS:
+        if arm in done:
+            continue
+        given = done["grown"]["flops"] if done else 0.0
+        done[arm] = (grow(data, blocks, seed, steps, blueprints=["copy"]) if arm == "grown" else
+                     grow(data, blocks, seed, steps, blueprints=["copy"], controller=plan) if arm == "at once" else
+                     grow(data, blocks, seed, steps) if arm == "built-in" else
+                     halving(data, seed, given) if arm == "halving" else
+                     static(data, blocks * (1 + (arm == "twice")), seed, given))
+        atomic_write(kept, json.dumps(done))
+        print(text, regime, seed, arm, f"{done[arm]['loss']:.4f}", done[arm]["blocks"], flush=True)
+    return {"text": text, "regime": regime, "seed": seed, "arms": done}
+
+
+def read(folder: Path, name: str) -> bytes:
+    source = next(each for each in json.loads(LIST.read_text())["sources"] if each["name"] == name)
+    with tarfile.open(folder / archive(source["package"]), "r:gz") as held:
+        found = sorted((entry for entry in held if entry.isfile() and fnmatch(entry.name, source["files"])), key=lambda entry: entry.name)
+        return b"".join(file.read() for entry in found if (file := held.extractfile(entry)))[:MOST]
+
+
+def compared(cells: list[dict[str, Any]], arm: str) -> dict[str, float]:
+    """What the grown run is better by, in nats; 95 % intervals over texts."""
+    by_text = [statistics.fmean(cell["arms"][arm]["loss"] - cell["arms"]["grown"]["loss"] for cell in cells if cell["text"] == text)
+               for text in sorted({cell["text"] for cell in cells})]
+    student = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}[len(by_text)]
+    return {"better by": statistics.fmean(by_text), "error": student * statistics.stdev(by_text) / math.sqrt(len(by_text)),
+            "texts ahead": sum(value > 0 for value in by_text)}
+
+
+def main() -> None:
+    made: argparse.ArgumentParser = parser(__doc__)
+    made.add_argument("folder", metavar="FOLDER")
+    made.add_argument("--workers", type=int, default=1)
+    made.add_argument("--cache", type=Path, default=Path("deeper-cache"))
+    options = made.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    jobs = [(text, options.folder, regime, seed, str(options.cache)) for regime, (*_, seeds) in REGIMES.items()
+            for seed in range(seeds) for text in TEXTS]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(options.workers) as pool:
+        cells = list(pool.map(play, *zip(*jobs, strict=True)))
+    groups = {regime: [cell for cell in cells if cell["regime"] == regime] for regime in REGIMES} | {"all": cells}
+    write(options, "deeper", {"cells": cells, "compared": {
+        name: {arm: compared(group, arm) for arm in ARMS[1:]} for name, group in groups.items()}})
+
+
+if __name__ == "__main__":
+    main()
