@@ -134,7 +134,8 @@ class Repeat(Graft):
 
     def forward(self, h: Tensor, *rest: Any, **named: Any) -> Tensor:
         if any(hasattr(each, "get_seq_length") for each in (*rest, *named.values())):
-            raise EsperError("a copied block has no place of its own in a cache; pass use_cache=False")
+            raise EsperError("a copied block has no place of its own in a cache; pass use_cache=False, "
+                             "or set model.config.use_cache = False")
         return h.lerp(first_of(self.seed(h, *rest, **named)).to(h.dtype), self.alpha.to(h.dtype))
 
 
