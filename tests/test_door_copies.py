@@ -3,8 +3,12 @@
 import copy
 import subprocess
 import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,9 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
-from esper.kasmina.foreign import Repeat
+from esper.door.copies import Repeat
 from esper.leyline import EsperError, SeedStage
-from tests.test_door import MODELS, TOKENS, Loop, Picture, Script, Speaker, X, Y, growing_with_nan, incubating
+from tests.test_door import (
+    MODELS,
+    TOKENS,
+    Block,
+    Loop,
+    Picture,
+    Script,
+    Speaker,
+    X,
+    Y,
+    growing_with_nan,
+    incubating,
+)
 
 GROW = Script(e1=("GERMINATE", 1, "copy"), e7=("FOSSILIZE", 1, ""))
 """The first stage of `picture` changes the shape, so that its slot 1 is behind `stages.2`."""
@@ -152,24 +168,6 @@ class Counted(nn.Module):
         return self.head(x)
 
 
-def test_where_one_more_block_would_give_something_else_the_copy_stays_beside_its_block() -> None:
-    torch.manual_seed(0)
-    model = Counted()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    growing = esper.attach(model, optimizer, example=X[:4], slots=["blocks.0"], controller={"blocks.0": "copy"}, blueprints=["copy"], epochs=9)
-    for _ in range(9):
-        optimizer.zero_grad()
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
-        growing.end_epoch(lambda: -float(F.cross_entropy(model(X), Y)))
-    assert list(growing.kept) == ["blocks.0"]
-    wanted = model(X)
-    net = growing.deliver()
-    assert torch.equal(net(X), wanted)
-    assert len(net.blocks) == 2
-    assert "Repeat" in of_esper(net)
-
-
 def test_other_seeds_stay_where_they_grew_when_copies_become_blocks() -> None:
     actions = {"e0": ("GERMINATE", 0, "copy"), "e1": ("GERMINATE", 2, "mlp_small"), "e7": ("FOSSILIZE", 0, ""), "e8": ("FOSSILIZE", 2, "")}
     loop = Loop("blocks", controller=Script(**actions), blueprints=["copy", "mlp_small"])
@@ -183,17 +181,253 @@ def test_other_seeds_stay_where_they_grew_when_copies_become_blocks() -> None:
     assert [type(each).__name__ for each in net] == ["Linear", "Block", "Block", "Block", "Grafted", "Linear"]
 
 
+@pytest.mark.parametrize(("names", "slot"), [(("stem", "0", "1", "head"), "0"), (("1", "2", "3", "head"), "3")])
+def test_containers_with_names_of_their_own_keep_the_copy_beside_its_block(names: tuple[str, ...], slot: str) -> None:
+    net = nn.Sequential(OrderedDict((name, Block(12) if name != "head" else nn.Linear(12, 3)) for name in names))
+    wanted, better = kept_copy(net, slot)
+    assert torch.equal(better(X), wanted)
+    assert "Repeat" in of_esper(better)
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+
+
+class Speaking(Counted):
+    """What it returns can be compared by nobody else."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Answer(super().forward(x))
+
+
+class Settled(nn.Module):
+    """A configuration that cannot count one more block, as classes of settings often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = NamedTuple("Settings", [("num_hidden_layers", int)])(2)
+        self.layers, self.head = nn.ModuleList(Block(12) for _ in range(2)), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Saved(Settled):
+    """Builds itself from its configuration, otherwise than it grew: every second block is another one."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.config = config or SimpleNamespace(num_hidden_layers=2, layer_types=["a", "b"])
+        self.layers = nn.ModuleList(Block(12) if each == "a" else nn.Sequential(nn.LayerNorm(12)) for each in self.config.layer_types)
+        if self.config.num_hidden_layers > 2:
+            self.layers[2] = nn.Identity()
+
+    def save_pretrained(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("build", "slot"), [(Speaking, "blocks.0"), (Settled, "layers.0"), (Saved, "layers.0")])
+def test_in_doubt_a_copy_stays_beside_its_block(build: Any, slot: str) -> None:
+    torch.manual_seed(0)
+    net = build()
+    wanted, better = kept_copy(net, slot)
+    got = better(X)
+    assert torch.equal(getattr(got, "logits", got), wanted)
+    assert "Repeat" in of_esper(better)
+
+
+def kept_copy(model: nn.Module, slot: str, **options: Any) -> tuple[Tensor, nn.Module]:
+    """What a model gives once it kept a copy behind this slot, and what is delivered."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    growing = esper.attach(model, optimizer, example=X[:4], slots=[slot], controller={slot: "copy"}, blueprints=["copy"], epochs=9, **options)
+
+    def logits() -> Tensor:
+        out = model(X)
+        return getattr(out, "logits", out)
+
+    for _ in range(9):
+        optimizer.zero_grad()
+        F.cross_entropy(logits(), Y).backward()
+        optimizer.step()
+        growing.end_epoch(lambda: -float(F.cross_entropy(logits(), Y)))
+    assert list(growing.kept) == [slot]
+    return logits().detach(), growing.deliver()
+
+
+def test_where_one_more_block_would_give_something_else_the_copy_stays_beside_it() -> None:
+    torch.manual_seed(0)
+    wanted, net = kept_copy(Counted(), "blocks.0")
+    assert torch.equal(net(X), wanted)
+    assert len(net.blocks) == 2
+    assert "Repeat" in of_esper(net)
+
+
+class Odd(nn.Module):
+    """Frozen parts, a buffer that no state dict holds, one that counts, and something of the last pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.shift, self.drop = nn.Linear(12, 12), nn.Parameter(torch.zeros(12), requires_grad=False), nn.Dropout(0.1)
+        self.register_buffer("mask", (torch.rand(12) > 0.5).float(), persistent=False)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.last = torch.zeros(())
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        self.last = self.map(h) * self.mask
+        return h + self.drop(torch.relu(self.last)) + self.shift
+
+
+def odd(seed: int, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Odd(), Odd(), nn.Linear(12, 3))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    model(X)  # blocks know a pass now
+    loss = {"loss": lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), "data": [(X, Y)]}
+    return model, optimizer, esper.attach(model, optimizer, example=X[:4], slots=["0", "1"], blueprints=["copy"], controller={"1": "copy"},
+                                          epochs=12, shadow_steps=2, **loss | options)
+
+
+def epochs(model: nn.Module, optimizer: torch.optim.Optimizer, growing: Any, number: int) -> None:
+    for _ in range(number):
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        model.eval()
+        score = -float(F.cross_entropy(model(X), Y).detach())
+        growing.end_epoch(lambda score=score: score)  # users may validate before, and leave the model so
+
+
+def test_a_copy_of_a_block_with_frozen_parts_and_odd_buffers_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer, growing = odd(0)
+    epochs(model, optimizer, growing, 4)
+    graft = growing.grafts[1]
+    assert torch.equal(graft.seed.mask, model[1].mask)
+    assert int(graft.seed.passes) > 0
+    assert growing.params == 12 * 12 + 12 == growing.kind(1).cost.params, "what is frozen is not counted"
+    assert not any(graft.seed.shift is p for group in optimizer.param_groups for p in group["params"])
+    growing.save(tmp_path / "growth")
+    kept = copy.deepcopy([model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
+    masks = [block.mask.clone() for block in model[:2]]
+    epochs(model, optimizer, growing, 5)
+    again, other, regrown = odd(1)
+    regrown.load(tmp_path / "growth")
+    again.load_state_dict(kept[0])
+    other.load_state_dict(kept[1])
+    for block, mask in zip(again, masks, strict=False):
+        block.mask.copy_(mask)
+    torch.set_rng_state(kept[2])
+    epochs(again, other, regrown, 5)
+    assert torch.equal(growing.deliver().eval()(X), regrown.deliver().eval()(X))
+
+
+def test_modes_are_those_of_the_block_in_front_in_every_part() -> None:
+    model, optimizer, growing = odd(0)
+    epochs(model, optimizer, growing, 2)
+    graft = growing.grafts[1]
+    model.train()
+    model[1].drop.eval()
+    model(X)
+    growing.active[1] = graft
+    for mode in (False, True):
+        model.train(mode)
+        model[1].drop.eval()
+        model(X)
+        assert [m.training for m in graft.seed.modules()] == [m.training for m in model[1].modules()]
+        assert graft.training is mode
+
+
+def test_blocks_that_are_frozen_whole_can_be_copied_and_learn_nothing() -> None:
+    model, optimizer, growing = odd(0)
+    model[1].requires_grad_(False)
+    epochs(model, optimizer, growing, 3)
+    assert growing.params == 0
+    assert not growing.deliver()[1].map.weight.requires_grad
+
+
+def test_what_the_optimizer_does_not_train_it_does_not_train_in_a_copy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(12), Block(12), nn.Linear(12, 3))
+    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if "norm" not in name], 1e-2)
+    growing = esper.attach(model, optimizer, example=X[:4], controller={"1": "copy"}, blueprints=["copy"], epochs=9)
+    epochs(model, optimizer, growing, 6)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert [name for name, p in growing.grafts[1].seed.named_parameters() if id(p) in trained] == ["map.weight", "map.bias"]
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Named(12) for _ in range(2)), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(h=x)
+        return self.head(x)
+
+
+class Named(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h)
+
+
+def test_other_seeds_do_not_mind_what_their_submodule_is_called_with() -> None:
+    torch.manual_seed(0)
+    model = ByName()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    growing = esper.attach(model, optimizer, example=X[:4], controller={"blocks.0": "mlp_small"}, epochs=9)
+    epochs(model, optimizer, growing, 9)
+    wanted = model(X)
+    assert growing.params > 0
+    assert torch.equal(growing.deliver().eval()(X), wanted)
+
+
+def test_other_seeds_join_one_group_whatever_their_names() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 12)) for _ in range(2)), nn.Linear(12, 3))
+    parts = [[p for p in model.parameters() if (p.dim() == 2) is wide] for wide in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": part} for part in parts], 1e-2)
+    growing = esper.attach(model, optimizer, example=X[:4], slots=["1"], controller={"1": "mlp_small"}, epochs=9)
+    epochs(model, optimizer, growing, 6)
+    assert [len(group["params"]) - len(part) for group, part in zip(optimizer.param_groups, parts, strict=True)] == [4, 0]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_nested_batches_blend_each_sample() -> None:
+    nested = torch.nested.as_nested_tensor([torch.randn(2, 12), torch.randn(3, 12)])
+    mix = Repeat(nn.Linear(12, 12), 0.25)
+    for sample, out in zip(nested.unbind(), mix(nested).unbind(), strict=True):
+        torch.testing.assert_close(out, mix(sample))
+
+
 class Narrowing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.by_name, self.last = nn.Linear(12, 8), nn.Identity(), nn.Linear(8, 3)
+        self.first, self.by_name, self.in_place, self.last = nn.Linear(12, 8), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(8, 3)
+        self.several = Sum()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.by_name(input=self.first(x)))
+        h = self.by_name(input=self.first(x))
+        return self.last(self.in_place(self.several(h, other=h)))
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()  # which nobody can copy
+
+    def forward(self, h: Tensor, other: Tensor) -> Tensor:
+        return h + other
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
-    ({"slots": ["first"]}, r"turns \[4, 12\] into \[4, 8\]"), ({"slots": ["by_name"]}, "turns keywords alone"),
+    ({"slots": ["first"]}, r"turns \[4, 12\] into \[4, 8\]"), ({"slots": ["by_name"]}, "turns keywords alone"), ({"slots": ["in_place"]}, "changes its input in place"),
+    ({"slots": ["several"]}, "cannot be copied"), ({"blueprints": ["noop"]}, "nothing fits"),
     ({"blueprints": ["copies"]}, "no blueprint 'copies' .* copy"), ({"blueprints": "copy"}, "a list of names"), ({"blueprints": []}, "nothing fits")])
 def test_what_cannot_be_copied_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
     model = Narrowing()

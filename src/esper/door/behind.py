@@ -50,6 +50,8 @@ def learn(growing: "Growing", slot: int, graft: Graft, alpha: float) -> None:
     own = [parameter for parameter in graft.seed.parameters() if parameter.requires_grad]
     loss_of, lr = growing.asked.loss, growing.group(slot)["lr"]
     assert loss_of is not None
+    if not own:
+        return
     tiny = max((torch.finfo(p.dtype).tiny for p in own), default=0.0)  # 1e-8 is 0 in float16, and 0 / 0 NaN
     optim = torch.optim.AdamW(own, lr=min(float(lr) or HIGHEST / 10, HIGHEST), eps=max(1e-8, tiny))
     learned = False

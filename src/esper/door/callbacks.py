@@ -73,7 +73,7 @@ class Guest:
         header, tensors = state(self.growing)
         for slot in self.growing.joined:
             for number, parameter in enumerate(self.growing.grafts[slot].seed.parameters()):
-                states = self.growing.optimizer.state[parameter].items()
+                states = self.growing.optimizer.state.get(parameter, {}).items()
                 tensors |= {f"optimizer.{slot}.{number}.{key}": torch.as_tensor(value).cpu().clone()
                             for key, value in states if value is not None}
         return header, tensors

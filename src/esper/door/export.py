@@ -17,12 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from esper.door.places import SlotHook, arguments, bare, survey
+from esper.door.places import Batch, SlotHook, arguments, bare, survey
 from esper.kasmina.source import WEIGHTS, network_source, seeds_source, ungrown
 from esper.leyline import EsperError
 from esper.leyline.storage import atomic_write
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
 Run = Callable[[Batch], Any]
 Made = tuple[str, str, Run]  # file, how it is used, what it gives
 

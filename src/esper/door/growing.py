@@ -5,7 +5,6 @@ leaves its submodule's output alone: attached and waiting, Esper changes no bit 
 lifecycle, the view and the policies are those of populations, with one row.
 """
 
-import copy
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,17 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from esper.door.asked import Asked, Evaluate, gradients_kept, refuse_vanishing, share
 from esper.door.behind import CLIP, Compute, alone, incubate, preview
-from esper.door.copies import COPY, Copied, copies, delivered
+from esper.door.copies import Copied, Repeat, delivered, offered
 from esper.door.evidence import SCORE, SMOOTH, Report, by_sample, note, seen, settled
 from esper.door.keeping import LastGood, restore, state
-from esper.door.places import SlotHook, bare, find_places, home, untouched
+from esper.door.places import Batch, SlotHook, arguments, bare, find_places, home, untouched
 from esper.door.ranks import Ranks
 from esper.kasmina.blending import Graft
-from esper.kasmina.blueprints import Prototype, find_blueprint, kind_of, names_for
-from esper.kasmina.foreign import Repeat
+from esper.kasmina.blueprints import Prototype
 from esper.kasmina.lifecycle import Lifecycle, expand_actions
 from esper.kasmina.objectives import find_objective
 from esper.leyline import (
@@ -50,8 +49,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, *, example: Any, 
     slots: paths of submodules; "auto" (default) takes repeated blocks.
     controller: "heuristic" (default), "wait", "random", a shipped mind such as "tamiyo-small", the
     agent.safetensors of a run, a plan {slot: blueprint}, or any policy object.
-    blueprints: names of what may grow (default: all built-in ones that fit); "copy", which must be asked for,
-    is a second block like the one in front of the slot.
+    blueprints: what may grow (default: all built-in ones that fit); "copy": another block like the front one.
     epochs: how long training will go on (30).
     budget: parameters that may be grown, as a number or a share like "+20%"; flops: extra training FLOPs, as
     a share of the model's own training; price: what a parameter costs in units of the score.
@@ -83,14 +81,14 @@ class Growing:
             raise EsperError(f"{kind} cannot train what grows; attach the AdamW or SGD that trains the rest")
         refuse_vanishing(optimizer)
         self.model, self.optimizer, self.asked, self.host = model, optimizer, asked, bare(model)
-        self._example = example
+        self._batch: Batch = tree_map(lambda part: part.clone() if isinstance(part, Tensor) else part,
+                                      arguments(example))
         self.ranks = Ranks(model)
         if any(isinstance(hook, SlotHook) for m in self.host.modules() for hook in m._forward_hooks.values()):
             raise EsperError("this model is attached already; close() that first, or build the model anew")
         self.places, self.cost = find_places(self.host, asked.slots, example, asked.layouts)
-        self.prototypes = self._offered(example)
-        names = [each.blueprint.name for each in self.prototypes[0]]
-        self.spec = ActionSpec.decisive(len(self.places), names)
+        self.places, self.prototypes = offered(self.host, self.places, asked, example)
+        self.spec = ActionSpec.decisive(len(self.places), [p.blueprint.name for p in self.prototypes[0]])
         paths = [place.path for place in self.places]
         self.most = share(asked.budget, self.cost.params, "parameters")
         with untouched(self.host):  # networks are born with random weights, then loaded
@@ -125,27 +123,6 @@ class Growing:
             for slot, place in enumerate(self.places)]
         self._hooks += [optimizer.register_step_pre_hook(self._before_step),
                         optimizer.register_step_post_hook(self._after_step)]
-
-    def _offered(self, example: Any) -> list[list[Prototype]]:
-        """[S][K]: what may grow in each slot; slots that were found and hold none of it are left out."""
-        asked, found = self.asked.blueprints, dict[str, Any]()
-        if asked is not None and COPY in asked:
-            found = copies(self.host, self.places, example)
-            wrong = [each for each in found.values() if isinstance(each, EsperError)]
-            if wrong and (self.asked.slots != "auto" or len(wrong) == len(found)):
-                raise wrong[0]
-            self.places = [place for place in self.places if isinstance(found[place.path], Prototype)]
-        kinds = [kind_of(place.shape) for place in self.places]
-        known = [name for name in names_for(set(kinds)) if name != "mixer"]  # it knows one length only
-        names = known if asked is None else ["noop", *dict.fromkeys(asked)]
-        if unknown := [name for name in names if name not in (*known, COPY)]:
-            raise EsperError(f"no blueprint {unknown[0]!r} for these slots; choose from "
-                             f"{', '.join((*known[1:], COPY))}")
-        if len(names) < 2:
-            raise EsperError(f"nothing fits all of {', '.join(place.path for place in self.places)}; "
-                             "choose slots of one kind")
-        return [[found[place.path] if name == COPY else find_blueprint(kind, name).prototype(place.shape)
-                 for name in names] for kind, place in zip(kinds, self.places, strict=True)]
 
     def unknown(self, *more: int) -> Contribution:
         nothing = torch.zeros(1, len(self.places), *more)
@@ -186,7 +163,7 @@ class Growing:
     @property
     def params(self) -> int:
         """Parameters of all live seeds."""
-        return sum(p.numel() for graft in self.grafts.values() for p in graft.parameters())
+        return sum(p.numel() for graft in self.grafts.values() for p in graft.parameters() if p.requires_grad)
 
     def end_epoch(self, evaluate: Evaluate) -> Report:
         """Call it after every epoch. `evaluate()` scores the model, higher is better: a number (best one from
@@ -333,11 +310,11 @@ class Growing:
     def graft(self, slot: int, kind: Prototype, weights: Tensor) -> Graft:
         """A seed for a slot, where the model is now."""
         place = self.places[slot]
-        seed = kind.plain(weights)
-        graft = (Repeat(seed, 0.0) if isinstance(kind, Copied) else
-                 Graft(seed, Style.ADD, 0.0, bool(place.shape.tokens)))
         now = home(self.host)  # users move models after `attach`
-        return graft.to(*(place.device, place.dtype) if now in (None, self._home) else now)
+        device, dtype = (place.device, place.dtype) if now in (None, self._home) else now
+        if isinstance(kind, Copied):
+            return kind.graft(device)
+        return Graft(kind.plain(weights), Style.ADD, 0.0, bool(place.shape.tokens)).to(device, dtype)
 
     def wire(self) -> None:
         """Alphas and hooks as the lifecycle has them; who blends in is trained by the user's optimizer."""
@@ -351,17 +328,20 @@ class Growing:
 
     def join(self, slot: int) -> None:
         self.joined.append(slot)
-        own = dict(self.host.get_submodule(self.places[slot].path).named_parameters())
-        for name, parameter in self.grafts[slot].seed.named_parameters():
-            if parameter.requires_grad:  # a copied one goes where the one that it is like is trained
-                self.group(slot, own.get(name))["params"].append(parameter)
-        self.ranks.reduce(self.grafts[slot].seed.parameters())
+        graft, front = self.grafts[slot], self.host.get_submodule(self.places[slot].path)
+        learned = [p for p in graft.seed.parameters() if p.requires_grad]
+        self.ranks.reduce(learned)
+        if not isinstance(graft, Repeat):
+            self.group(slot)["params"].extend(learned)
+            return
+        like = dict(zip(map(id, graft.seed.parameters()), map(id, front.parameters()), strict=True))
+        for group in self.optimizer.param_groups:  # copied ones go where those that they are like are trained
+            trained = {id(p) for p in group["params"]}
+            group["params"].extend(p for p in learned if like[id(p)] in trained)
 
-    def group(self, slot: int, like: nn.Parameter | None = None) -> dict[str, Any]:
-        """The optimizer's group that trains this parameter, or the submodule in front of a slot; else the
-        first."""
-        front = self.host.get_submodule(self.places[slot].path)
-        own = {id(p) for p in (front.parameters() if like is None else [like])}
+    def group(self, slot: int) -> dict[str, Any]:
+        """The optimizer's group that trains the submodule in front of a slot; the first, if none does."""
+        own = {id(p) for p in self.host.get_submodule(self.places[slot].path).parameters()}
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return next((group for group in groups if own & {id(p) for p in group["params"]}), groups[0])
 
@@ -391,12 +371,11 @@ class Growing:
         Model and optimizer are let go, without any seed."""
         self._refuse_closed()
         kept = self.kept
-        plain = copy.deepcopy(self.host)  # if it can be copied
-        for place, hook in zip(self.places, self._hooks, strict=False):
-            front = plain.get_submodule(place.path)
-            del front._forward_hooks[hook.id], front._forward_hooks_with_kwargs[hook.id]
+        self.drop([slot for slot in self.grafts if self.places[slot].path not in kept])
+        hooks = {place.path: hook.id for place, hook in zip(self.places, self._hooks, strict=False)}
+        better = delivered(self.host, hooks, kept, self._batch)
         self.close()
-        return delivered(plain, kept, self._example)
+        return better
 
     def _refuse_closed(self) -> None:
         if self.closed:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from esper.door.copies import Repeat
 from esper.leyline import Contribution, EsperError, SeedStage
 
 if TYPE_CHECKING:
@@ -71,8 +72,16 @@ def state(growing: "Growing") -> tuple[dict[str, Any], dict[str, Tensor]]:
     remembered = {name: getattr(growing.policy, name) for name in getattr(growing.policy, "memory", ())}
     tensors |= {f"policy.{name}": value for name, value in remembered.items() if value is not None}
     for slot, graft in growing.grafts.items():
-        tensors[f"seed.{slot}"] = growing.kind(slot).layout.flatten(graft.seed).cpu()
+        if isinstance(graft, Repeat):
+            tensors |= {f"seed.{slot}.{name}": tensor.detach().clone() for name, tensor in _all(graft.seed)}
+        else:
+            tensors[f"seed.{slot}"] = growing.kind(slot).layout.flatten(graft.seed).cpu()
     return header, tensors
+
+
+def _all(block: nn.Module) -> list[tuple[str, Tensor]]:
+    """Also what a state dict would leave out: nobody else knows it."""
+    return [*block.named_parameters(), *block.named_buffers()]
 
 
 def restore(growing: "Growing", header: dict[str, Any], tensors: dict[str, Tensor], path: str) -> None:
@@ -91,7 +100,11 @@ def restore(growing: "Growing", header: dict[str, Any], tensors: dict[str, Tenso
     growing.life.epoch, growing.life.open = int(header["epoch"]), bool(header["open"])
     growing.compute.spent, growing.scores = float(header["spent"]), tensors["scores"]
     for slot in growing.life.planted[0].nonzero().flatten().tolist():
-        growing.plant(slot, tensors[f"seed.{slot}"])
+        growing.plant(slot, tensors.get(f"seed.{slot}", torch.empty(0)))
+        with torch.no_grad():
+            for name, tensor in _all(growing.grafts[slot].seed):
+                if (kept := f"seed.{slot}.{name}") in tensors:
+                    tensor.copy_(tensors[kept])
     for slot in header["joined"]:
         growing.join(slot)
     growing.wire()

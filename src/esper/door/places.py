@@ -1,6 +1,7 @@
 """Where a model can grow: its slots, found by running it once without leaving a trace."""
 
 import contextlib
+import copy
 import functools
 import random
 from collections import Counter
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import kind_of
 from esper.kasmina.foreign import first_of, shape_of, spelled_out, with_first
 from esper.leyline import Cost, EsperError, SlotShape
 
 MOST_SLOTS = 12
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a model is called with."""
 
 
 class Place(NamedTuple):
@@ -32,7 +36,7 @@ class Place(NamedTuple):
 class SlotHook:
     """A slot's live seed works on the output. Copied and pickled models are without it, like state dicts."""
 
-    def __init__(self, host: nn.Module, active: Mapping[int, nn.Module], slot: int, place: Place) -> None:
+    def __init__(self, host: nn.Module, active: Mapping[int, Graft], slot: int, place: Place) -> None:
         self.host, self.active, self.slot, self.place = host, active, slot, place
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -43,14 +47,15 @@ class SlotHook:
             grads = [p.grad for p in self.host.parameters() if p.requires_grad]
             if grads and all(grad is None for grad in grads):  # `model.zero_grad()` after a skipped step
                 graft.zero_grad()
-        (path, shape, *_), held = self.place, tuple(getattr(first_of(output), "shape", ()))
+        (path, shape, *_), h = self.place, first_of(output)
+        held = () if getattr(h, "is_nested", False) else tuple(getattr(h, "shape", ()))
         dims = 3 if shape.tokens else 2 + len(shape.extent)
         if len(held) != dims or held[-1 if shape.tokens else 1] != shape.channels:
             raise EsperError(f"{path} gave {shape.channels} channels in {dims} dimensions when attached, "
                              f"and now a shape of {held}; attach anew when a model changes its shapes")
-        if graft.training != module.training:  # copies of blocks may hold dropout
-            graft.train(module.training)
-        return with_first(output, graft(first_of(output), *args[1:], **kwargs))
+        if graft.training != module.training:
+            graft.follow(module)
+        return with_first(output, graft(h, *args[1:], **kwargs))
 
     def __reduce__(self) -> Any:  # a function that does nothing, and that needs no Esper to be read
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -93,7 +98,7 @@ def untouched(model: nn.Module, data: Any = None) -> Iterator[None]:
                     buffer.copy_(old)
 
 
-def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(batch: Any) -> Batch:
     """From a batch as people have them: a tensor, a tuple whose first part is one, or keywords."""
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return (), dict(batch)
@@ -183,6 +188,13 @@ def _blocks(model: nn.Module, able: set[str], order: list[str]) -> list[str]:
         found = [name for name, child in model.named_children()
                  if name in able and list(child.parameters())][:-1]
     return sorted(found, key=order.index)
+
+
+def copy_of(net: nn.Module) -> nn.Module:
+    """Of all but what it remembers of a pass, as old weight norms do: that is left as numbers."""
+    passing = {id(value): value.detach().clone() for module in net.modules()
+               for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf}
+    return copy.deepcopy(net, passing)
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -227,7 +227,11 @@ class Graft(nn.Module):
         means = h.flatten(2).mean(2) if h.dim() > 2 else h
         return torch.sigmoid(self.gate(means)).reshape(-1, *[1] * (h.dim() - 1)) * s
 
-    def forward(self, h: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def follow(self, front: nn.Module) -> None:
+        """Modes are those of the submodule in front."""
+        self.train(front.training)
+
+    def forward(self, h: Tensor, /, *rest: Any, **named: Any) -> Tensor:
         """What else the submodule in front was called with is not for a seed."""
         if h.is_nested:  # encoders of PyTorch leave padding out when they evaluate
             return torch.nested.as_nested_tensor([self(sample[None])[0] for sample in h.unbind()])

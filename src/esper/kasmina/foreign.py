@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from esper.kasmina.blending import Graft
 from esper.kasmina.lift import Weights, from_copies, state_of, to_copies
 from esper.leyline import EsperError, SlotConfig, SlotShape
 from esper.leyline.keys import mix, uniform
@@ -122,21 +121,6 @@ def with_first(output: Any, first: Any) -> Any:
 
 def _nothing(module: nn.Module, args: Any, output: Any) -> None:
     pass
-
-
-class Repeat(Graft):
-    """A block like the one in front of it, called as that was; at an alpha of 1 it is simply the next one."""
-
-    def __init__(self, seed: nn.Module, alpha: float) -> None:
-        nn.Module.__init__(self)
-        self.seed = seed
-        self.register_buffer("alpha", torch.tensor(alpha))
-
-    def forward(self, h: Tensor, *rest: Any, **named: Any) -> Tensor:
-        if any(hasattr(each, "get_seq_length") for each in (*rest, *named.values())):
-            raise EsperError("a copied block has no place of its own in a cache; pass use_cache=False, "
-                             "or set model.config.use_cache = False")
-        return h.lerp(first_of(self.seed(h, *rest, **named)).to(h.dtype), self.alpha.to(h.dtype))
 
 
 class Grafted(nn.Module):

@@ -348,7 +348,8 @@ class Layout:
 
     def flatten(self, module: nn.Module) -> Tensor:
         """[P]: the module's state in the order of this layout."""
-        return torch.cat([torch.empty(0), *(own.detach().flatten() for _, own in state_of(module))])
+        parts = [own.detach().flatten() for _, own in state_of(module)]
+        return torch.cat([torch.empty(0, device=parts[0].device if parts else None), *parts])
 
     def free(self) -> Tensor:
         """float [P]: 1 where a number learns, 0 for statistics and frozen parameters."""
