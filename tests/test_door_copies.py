@@ -229,6 +229,23 @@ class Saved(Settled):
         raise NotImplementedError
 
 
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Saved(SimpleNamespace(num_hidden_layers=1, layer_types=["a"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_configurations_around_a_block_count_it() -> None:
+    torch.manual_seed(0)
+    wanted, better = kept_copy(Around(), "inner.layers.0")
+    assert torch.equal(better(X), wanted)
+    assert not of_esper(better)
+    assert better.inner.config == SimpleNamespace(num_hidden_layers=2, layer_types=["a", "a"])
+
+
 @pytest.mark.parametrize(("build", "slot"), [(Speaking, "blocks.0"), (Settled, "layers.0"), (Saved, "layers.0")])
 def test_in_doubt_a_copy_stays_beside_its_block(build: Any, slot: str) -> None:
     torch.manual_seed(0)

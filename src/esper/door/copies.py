@@ -204,23 +204,29 @@ def _stacked(net: nn.Module, kept: Mapping[str, Graft], whole: Mapping[str, nn.M
 
 
 def _tell(net: nn.Module, owner: str, blocks: int, number: int) -> None:
-    """The innermost configuration that counts these blocks, as Hugging Face's do, counts one more."""
+    """Configurations around these blocks that count them, as Hugging Face's do, count one more."""
+    told: list[Any] = []
     while owner:
         owner = owner.rpartition(".")[0]
         config: Any = getattr(net.get_submodule(owner), "config", None)
-        if getattr(config, "num_hidden_layers", None) == blocks:
-            for name, value in vars(config).items():
-                if "layer" in name and isinstance(value, list) and len(value) == blocks:
-                    value.insert(number + 1, copy.deepcopy(value[number]))
-            config.num_hidden_layers = blocks + 1
-            return
+        if getattr(config, "num_hidden_layers", None) != blocks or any(config is each for each in told):
+            continue
+        told.append(config)
+        for name, value in vars(config).items():
+            if "layer" in name and isinstance(value, list) and len(value) == blocks:
+                value.insert(number + 1, copy.deepcopy(value[number]))
+        config.num_hidden_layers = blocks + 1
 
 
 def _is_right(net: nn.Module, inserted: Sequence[nn.Module], batch: Batch, wanted: list[Any]) -> bool:
     """The same outputs, by way of every new block; and models that are saved with a configuration are the
     same when they are built from it."""
-    saved = {name: module for name, module in net.named_modules()
-             if hasattr(module, "save_pretrained") and any(m is inserted[0] for m in module.modules())}
+    saved: dict[str, nn.Module] = {}
+    for name, module in net.named_modules():
+        within = set(module.modules())
+        if hasattr(module, "save_pretrained") and within.intersection(inserted) and not any(
+                module in outer.modules() for outer in saved.values()):  # it is saved with that
+            saved[name] = module
     outputs: list[Any] = []
     named = saved | {f"{number} new": block for number, block in enumerate(inserted)}
     calls = _calls(net, named, lambda: outputs.extend(_outputs(net, batch)))
