@@ -32,8 +32,8 @@ BART = {"vocab_size": 50, "d_model": 16, "encoder_layers": 2, "decoder_layers": 
         "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0,
         "eos_token_id": 1, "decoder_start_token_id": 0, "forced_eos_token_id": None}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "GPT-2": ("GPT2LMHead", GPT2, SPEAK, "transformer.h.0"),
-    "GPT-2, attention scaled by the layer's number": ("GPT2LMHead", GPT2 | {"scale_attn_by_inverse_layer_idx": True}, SPEAK, "transformer.h.0"),
+    "GPT-2": ("GPT2LMHeadModel", GPT2, SPEAK, "transformer.h.0"),
+    "GPT-2, attention scaled by the layer's number": ("GPT2LMHeadModel", GPT2 | {"scale_attn_by_inverse_layer_idx": True}, SPEAK, "transformer.h.0"),
     "GPT-Neo": ("GPTNeoForCausalLM", {"vocab_size": 50, "hidden_size": 16, "num_layers": 2, "attention_types": [[["global", "local"], 1]],
                                       "num_heads": 2, "window_size": 4, "max_position_embeddings": 64, **ENDS}, SPEAK, "transformer.h.0"),
     "BLOOM": ("BloomForCausalLM", {"vocab_size": 50, "hidden_size": 16, "n_layer": 2, "n_head": 2, **ENDS}, SPEAK, "transformer.h.0"),
@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 def built(name: str, settings: dict[str, Any]) -> nn.Module:
-    kind = getattr(hf, f"{name}Model" if name == "GPT2LMHead" else name)
+    kind = getattr(hf, name)
     torch.manual_seed(0)
     return kind(kind.config_class(**settings))
 

@@ -713,13 +713,13 @@ mine = [(x[rank, i : i + 20], y[rank, i : i + 20]) for i in (0, 20, 40)]
 
 class Script:
     def __call__(self, view):
-        told = {1: ("GERMINATE", 0, "mlp_small"), 2: ("GERMINATE", 1, "norm"), 6: ("PRUNE", 1, ""), 7: ("FOSSILIZE", 0, "")}
+        told = {1: ("GERMINATE", 0, "mlp_small"), 2: ("GERMINATE", 2, "norm"), 3: ("GERMINATE", 1, "copy"), 6: ("PRUNE", 2, ""), 7: ("FOSSILIZE", 0, "")}
         op, slot, kind = told.get(int(view.clock), ("WAIT", 0, ""))
         return torch.tensor([view.spec.action(op, slot=slot, **({"blueprint": kind} if kind else {}))])
 
 
-growing = esper.attach(net, optimizer, example=x[0, :4], slots=["1", "3"], controller=Script(), epochs=12, shadow_steps=4, previews=3, flops=9.0,
-                       loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), data=mine)
+growing = esper.attach(net, optimizer, example=x[0, :4], slots=["1", "2", "3"], blueprints=["norm", "mlp_small", "copy"], controller=Script(),
+                       epochs=12, shadow_steps=4, previews=3, flops=30.0, loss=lambda net, batch: F.cross_entropy(net(batch[0]), batch[1]), data=mine)
 for epoch in range(9):
     for a, b in mine:
         optimizer.zero_grad()
@@ -743,7 +743,7 @@ def test_two_ranks_stay_equal_through_births_blends_and_prunes(tmp_path: Path) -
     said = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
     assert said[0][0] == said[1][0]
-    for word in ("GERMINATE mlp_small", "GERMINATE norm", "PRUNE", "FOSSILIZE"):
+    for word in ("GERMINATE mlp_small", "GERMINATE norm", "GERMINATE copy", "PRUNE", "FOSSILIZE"):
         assert word in said[0][0]
 
 
