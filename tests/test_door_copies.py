@@ -155,6 +155,37 @@ def test_a_compiled_model_grows_alike() -> None:
     torch.testing.assert_close(a(TOKENS), b(TOKENS))
 
 
+class Causal(nn.Module):
+    """PyTorch's encoder layers take a fast path, which rounds otherwise, where no hook bars it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=True)
+        return x
+
+
+def test_encoder_layers_of_pytorch_become_layers_whatever_path_they_take() -> None:
+    torch.manual_seed(0)
+    model, x = Causal(), torch.randn(16, 64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    growing = esper.attach(model, optimizer, example=x, slots=["layers.1"], epochs=12, blueprints=["copy"],
+                           controller={"layers.1": "copy"})
+    for _ in range(12):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.train()(x).square().mean().backward()
+            optimizer.step()
+        growing.end_epoch(lambda: -model.eval()(x).square().mean().item())
+    net = growing.deliver()
+    assert not of_esper(net)
+    assert len(net.layers) == 3
+
+
 class Counted(nn.Module):
     """Knows how many blocks it has."""
 

@@ -170,8 +170,9 @@ def delivered(live: nn.Module, hooks: Mapping[str, int], kept: Mapping[str, Graf
         try:
             whole = {path: copy_of(kept[path].seed) for path in found}
             net = _stacked(_bare(live, hooks), kept, whole)
-            if _is_right(net, list(whole.values()), batch, _outputs(live, batch)):
-                return net
+            with spelled_out():  # PyTorch's encoder layers have a fast path, but not beside hooks
+                if _is_right(net, list(whole.values()), batch, _outputs(live, batch)):
+                    return net
         except Exception:  # blocks are counted, settings fixed, a batch out of date: as it grew it is right
             pass
     return grow_behind(_bare(live, hooks), kept)
