@@ -104,13 +104,13 @@ def windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Run:
-    """A training that can be gone on with."""
+    """A training that can be gone on with, of a fresh model or of one that was trained before."""
 
-    def __init__(self, data: Data, blocks: int, seed: int, steps: int) -> None:
+    def __init__(self, data: Data, blocks: int, seed: int, steps: int, model: Model | None = None, lr: float = LR) -> None:
         torch.manual_seed(seed)
-        self.data, self.blocks, self.model = data, blocks, Model(data.vocabulary, blocks)
+        self.data, self.blocks, self.model = data, blocks, model or Model(data.vocabulary, blocks)
         self.left, self.step_flops = steps, step_flops(data.vocabulary, blocks)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), LR)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr)
         warm = max(1, steps // 20)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(
             (step + 1) / warm, 0.51 + 0.49 * math.cos(math.pi * min(1.0, max(0, step - warm) / max(1, steps - warm)))))
@@ -138,12 +138,12 @@ class Run:
         return {"loss": self.score(model, 2000, test=True), "seen": self.score(model), **more}
 
 
-def grow(data: Data, blocks: int, seed: int, steps: int, **options: Any) -> dict[str, Any]:
+def grow(run: Run, seed: int, **options: Any) -> dict[str, Any]:
     class Batches:
         def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
             return data.batches(next(fresh))
 
-    run, each, fresh = Run(data, blocks, seed, steps), steps // EPOCHS, itertools.count(10_000 * (seed + 1))
+    data, blocks, each, fresh = run.data, run.blocks, run.left // EPOCHS, itertools.count(10_000 * (seed + 1))
     growing = esper.attach(run.model, run.optimizer, example=next(data.batches(0)), slots=[f"blocks.{n}" for n in range(blocks)],
                            epochs=EPOCHS, loss=loss_of, data=Batches(), schedulers=[run.schedule], **options)
     told, looked = [], []
@@ -158,6 +158,11 @@ def grow(data: Data, blocks: int, seed: int, steps: int, **options: Any) -> dict
     flops = EPOCHS * each * run.step_flops * (1 + growing.compute.spent) + sum(looked)
     net = growing.deliver()
     return run.result(net, flops=flops, blocks=len(net.blocks), decisions=told)
+
+
+def steps_of(data: Data, blocks: int, flops: float) -> int:
+    """Of a grown run that takes about so many FLOPs."""
+    return int(flops / (0.95 * step_flops(data.vocabulary, 2 * blocks))) // EPOCHS * EPOCHS
 
 
 def static(data: Data, blocks: int, seed: int, flops: float) -> dict[str, Any]:
@@ -182,15 +187,15 @@ def play(text: str, packages: str, regime: str, seed: int, cache: str) -> dict[s
     kept = Path(cache) / f"{text}-{regime.replace(' ', '')}-{seed}.json"
     done: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     data, (blocks, flops, _) = Data(read(Path(packages), text)), REGIMES[regime]
-    steps = int(flops / (0.95 * step_flops(data.vocabulary, 2 * blocks))) // EPOCHS * EPOCHS
+    steps = steps_of(data, blocks, flops)
     plan = {f"blocks.{n}": "copy" for n in range(blocks)}
     for arm in ARMS:
         if arm in done:
             continue
         given = done["grown"]["flops"] if done else 0.0
-        done[arm] = (grow(data, blocks, seed, steps, blueprints=["copy"]) if arm == "grown" else
-                     grow(data, blocks, seed, steps, blueprints=["copy"], controller=plan) if arm == "at once" else
-                     grow(data, blocks, seed, steps) if arm == "built-in" else
+        done[arm] = (grow(Run(data, blocks, seed, steps), seed, blueprints=["copy"]) if arm == "grown" else
+                     grow(Run(data, blocks, seed, steps), seed, blueprints=["copy"], controller=plan) if arm == "at once" else
+                     grow(Run(data, blocks, seed, steps), seed) if arm == "built-in" else
                      halving(data, seed, given) if arm == "halving" else
                      static(data, blocks * (1 + (arm == "twice")), seed, given))
         atomic_write(kept, json.dumps(done))
