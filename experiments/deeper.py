@@ -14,6 +14,7 @@ all others get the FLOPs that it took, and a schedule of their own length:
     host      the model as it is, for longer
     twice     twice as many blocks from the start
     halving   1, 2, 3, 4 and 6 blocks share the FLOPs; at each third of them the worse ones are dropped, 5 to 3 to 1
+    either    the host and twice as many blocks have half of the FLOPs each; the better one is taken
 
 Loss in nats per byte. Runs are kept in --cache as they end, so that a killed command goes on. Writes experiments/results/deeper.json.
 """
@@ -45,10 +46,10 @@ from experiments.texts import LIST, archive
 
 WIDTH, LENGTH, BATCH, LR, EPOCHS, SEEN, MOST = 64, 64, 16, 5e-3, 20, 192, 3_000_000
 TEXTS = ("moby", "speeches", "wordnet", "declarations", "chinese", "sounds", "german", "plotly", "airports", "diagnoses")
-REGIMES = {"1 block, 1e12 FLOPs": (1, 1e12, 10), "1 block, 4e12 FLOPs": (1, 4e12, 10), "2 blocks, 1e13 FLOPs": (2, 1e13, 5)}
+REGIMES = {"1 block, 1e12 FLOPs": (1, 1e12, 10), "1 block, 4e12 FLOPs": (1, 4e12, 10)}
 """Name -> (blocks of the host, about how many FLOPs a grown run takes, texts)."""
 DEPTHS, RUNGS = (1, 2, 3, 4, 6), (5, 3, 1)
-ARMS = ("grown", "at once", "built-in", "host", "twice", "halving")
+ARMS = ("grown", "at once", "built-in", "host", "twice", "halving", "either")
 
 
 class Model(nn.Module):
@@ -70,19 +71,13 @@ class Model(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
-@functools.cache
-def step_flops(vocabulary: int, blocks: int) -> int:
-    """Of one training step: three times the forward pass."""
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        Model(vocabulary, blocks).train()(torch.zeros(BATCH, LENGTH, dtype=torch.long))
-    return 3 * counter.get_total_flops()
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
 
 
 class Data:
     """A text as numbers, in three parts."""
+
+    batch = BATCH
 
     def __init__(self, text: bytes) -> None:
         known = sorted(set(text))
@@ -92,10 +87,19 @@ class Data:
         self.vocabulary, n = len(known), len(tokens)
         self.train, self.seen, self.test = tokens[: n * 18 // 20], tokens[n * 18 // 20 : n * 19 // 20], tokens[n * 19 // 20 :]
 
+    def build(self, blocks: int) -> nn.Module:
+        return Model(self.vocabulary, blocks)
+
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         while True:
             yield windows(self.train, torch.randint(len(self.train) - LENGTH - 1, (BATCH,), generator=generator))
+
+    def held_out(self, test: bool) -> list[tuple[Tensor, Tensor]]:
+        """Windows that cover a part evenly: few where decisions are made, more at the end."""
+        tokens = self.test if test else self.seen
+        starts = torch.linspace(0, len(tokens) - LENGTH - 2, min(2000 if test else SEEN, len(tokens) // LENGTH)).long()
+        return [windows(tokens, some) for some in starts.split(64)]
 
 
 def windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,13 +107,21 @@ def windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     return found[:, :-1], found[:, 1:]
 
 
+@functools.cache
+def step_flops(data: Data, blocks: int) -> int:
+    """Of one training step: three times the forward pass."""
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        data.build(blocks).train()(next(data.batches(0))[0])
+    return 3 * counter.get_total_flops()
+
+
 class Run:
     """A training that can be gone on with, of a fresh model or of one that was trained before."""
 
-    def __init__(self, data: Data, blocks: int, seed: int, steps: int, model: Model | None = None, lr: float = LR) -> None:
+    def __init__(self, data: Data, blocks: int, seed: int, steps: int, model: nn.Module | None = None, lr: float = LR) -> None:
         torch.manual_seed(seed)
-        self.data, self.blocks, self.model = data, blocks, model or Model(data.vocabulary, blocks)
-        self.left, self.step_flops = steps, step_flops(data.vocabulary, blocks)
+        self.data, self.blocks, self.model = data, blocks, model or data.build(blocks)
+        self.left, self.step_flops = steps, step_flops(data, blocks)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr)
         warm = max(1, steps // 20)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(
@@ -126,16 +138,13 @@ class Run:
             self.schedule.step()
             self.left -= 1
 
-    def score(self, model: nn.Module | None = None, most: int = SEEN, test: bool = False) -> float:
-        """Loss of windows that cover a part evenly."""
-        net, tokens = (model or self.model).eval(), self.data.test if test else self.data.seen
-        starts = torch.linspace(0, len(tokens) - LENGTH - 2, min(most, len(tokens) // LENGTH)).long()
+    def score(self, model: nn.Module | None = None, test: bool = False) -> float:
+        net, parts = (model or self.model).eval(), self.data.held_out(test)
         with torch.no_grad():
-            parts = [(float(loss_of(net, windows(tokens, some))), len(some)) for some in starts.split(64)]
-        return sum(loss * size for loss, size in parts) / len(starts)
+            return sum(float(loss_of(net, part)) * len(part[0]) for part in parts) / sum(len(part[0]) for part in parts)
 
     def result(self, model: nn.Module | None = None, **more: Any) -> dict[str, Any]:
-        return {"loss": self.score(model, 2000, test=True), "seen": self.score(model), **more}
+        return {"loss": self.score(model, test=True), "seen": self.score(model), **more}
 
 
 def grow(run: Run, seed: int, **options: Any) -> dict[str, Any]:
@@ -146,10 +155,10 @@ def grow(run: Run, seed: int, **options: Any) -> dict[str, Any]:
     data, blocks, each, fresh = run.data, run.blocks, run.left // EPOCHS, itertools.count(10_000 * (seed + 1))
     growing = esper.attach(run.model, run.optimizer, example=next(data.batches(0)), slots=[f"blocks.{n}" for n in range(blocks)],
                            epochs=EPOCHS, loss=loss_of, data=Batches(), schedulers=[run.schedule], **options)
-    told, looked = [], []
+    told, looked, looks = [], [], sum(len(part[0]) for part in data.held_out(test=False)) / data.batch
 
     def evaluate() -> float:
-        looked.append(step_flops(data.vocabulary, blocks + len(growing.active)) / 3 * SEEN / BATCH)
+        looked.append(step_flops(data, blocks + len(growing.active)) / 3 * looks)
         return -run.score()
 
     for _ in range(EPOCHS):
@@ -162,11 +171,11 @@ def grow(run: Run, seed: int, **options: Any) -> dict[str, Any]:
 
 def steps_of(data: Data, blocks: int, flops: float) -> int:
     """Of a grown run that takes about so many FLOPs."""
-    return int(flops / (0.95 * step_flops(data.vocabulary, 2 * blocks))) // EPOCHS * EPOCHS
+    return int(flops / (0.95 * step_flops(data, 2 * blocks))) // EPOCHS * EPOCHS
 
 
 def static(data: Data, blocks: int, seed: int, flops: float) -> dict[str, Any]:
-    run = Run(data, blocks, seed, int(flops / step_flops(data.vocabulary, blocks)))
+    run = Run(data, blocks, seed, int(flops / step_flops(data, blocks)))
     run.go(run.left)
     return run.result(blocks=blocks)
 
@@ -174,7 +183,7 @@ def static(data: Data, blocks: int, seed: int, flops: float) -> dict[str, Any]:
 def halving(data: Data, seed: int, flops: float) -> dict[str, Any]:
     """Schedules are as long as the last one's training will be."""
     parts = [flops / len(RUNGS) / alive for alive in RUNGS]
-    runs = [Run(data, blocks, seed, int(sum(parts) / step_flops(data.vocabulary, blocks))) for blocks in DEPTHS]
+    runs = [Run(data, blocks, seed, int(sum(parts) / step_flops(data, blocks))) for blocks in DEPTHS]
     for alive, part in zip(RUNGS, parts, strict=True):
         runs = sorted(runs, key=Run.score)[:alive] if alive < len(runs) else runs
         for run in runs:
@@ -184,9 +193,14 @@ def halving(data: Data, seed: int, flops: float) -> dict[str, Any]:
 
 def play(text: str, packages: str, regime: str, seed: int, cache: str) -> dict[str, Any]:
     torch.set_num_threads(1)
+    blocks, flops, _ = REGIMES[regime]
     kept = Path(cache) / f"{text}-{regime.replace(' ', '')}-{seed}.json"
+    return {"text": text, "regime": regime, "seed": seed, "arms": arms(
+        Data(read(Path(packages), text)), blocks, flops, seed, kept, f"{text} {regime} {seed}")}
+
+
+def arms(data: Data, blocks: int, flops: float, seed: int, kept: Path, name: str) -> dict[str, Any]:
     done: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    data, (blocks, flops, _) = Data(read(Path(packages), text)), REGIMES[regime]
     steps = steps_of(data, blocks, flops)
     plan = {f"blocks.{n}": "copy" for n in range(blocks)}
     for arm in ARMS:
@@ -197,10 +211,12 @@ def play(text: str, packages: str, regime: str, seed: int, cache: str) -> dict[s
                      grow(Run(data, blocks, seed, steps), seed, blueprints=["copy"], controller=plan) if arm == "at once" else
                      grow(Run(data, blocks, seed, steps), seed) if arm == "built-in" else
                      halving(data, seed, given) if arm == "halving" else
+                     min((static(data, n, seed, given / 2) for n in (blocks, 2 * blocks)), key=lambda each: each["seen"])
+                     if arm == "either" else
                      static(data, blocks * (1 + (arm == "twice")), seed, given))
         atomic_write(kept, json.dumps(done))
-        print(text, regime, seed, arm, f"{done[arm]['loss']:.4f}", done[arm]["blocks"], flush=True)
-    return {"text": text, "regime": regime, "seed": seed, "arms": done}
+        print(name, arm, f"{done[arm]['loss']:.4f}", done[arm]["blocks"], flush=True)
+    return done
 
 
 def read(folder: Path, name: str) -> bytes:

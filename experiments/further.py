@@ -30,7 +30,7 @@ from experiments.deeper import TEXTS, Data, Model, Run, compared, grow, read, st
 from experiments.shared import parser, write
 
 RATE = 2.5e-3
-REGIMES = {"1 block, 2e12 and 2e12 FLOPs": (1, 2e12, 2e12, 10), "2 blocks, 3e12 and 3e12 FLOPs": (2, 3e12, 3e12, 5)}
+REGIMES = {"1 block, 2e12 and 2e12 FLOPs": (1, 2e12, 2e12, 10)}
 """Name -> (blocks, FLOPs of the first training, about how many a grown run takes, texts)."""
 ARMS = ("grown", "by hand", "as it is", "anew", "foreseen")
 
@@ -44,13 +44,13 @@ def doubled(model: Model) -> Model:
 
 def go_on(data: Data, model: Model, seed: int, flops: float, rate: float) -> dict[str, Any]:
     blocks = len(model.blocks)
-    run = Run(data, blocks, seed, int(flops / step_flops(data.vocabulary, blocks)), model, rate)
+    run = Run(data, blocks, seed, int(flops / step_flops(data, blocks)), model, rate)
     run.go(run.left)
     return run.result(blocks=blocks)
 
 
 def trained(data: Data, blocks: int, seed: int, flops: float) -> Model:
-    run = Run(data, blocks, seed, int(flops / step_flops(data.vocabulary, blocks)))
+    run = Run(data, blocks, seed, int(flops / step_flops(data, blocks)))
     run.go(run.left)
     return run.model
 
