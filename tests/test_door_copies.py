@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import esper
 from esper.door.copies import Repeat
@@ -491,6 +492,90 @@ def test_slots_that_were_found_and_cannot_be_copied_are_left_out() -> None:
     assert [place.path for place in growing.places] == ["stages.1", "stages.2"]
     assert growing.spec.blueprints == ("noop", "copy")
     assert growing.prototypes[0][1].cost.flops == 2 * 8 * 8 * 9 * 64
+
+
+class Residual(nn.Module):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(before, after, 3, 1 + (before != after), 1), nn.Conv2d(after, after, 3, 1, 1)
+        self.skip = nn.Identity() if before == after else nn.Conv2d(before, after, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.skip(x) + self.second(torch.relu(self.first(x))))
+
+
+class Stage(nn.Module):
+    """As in libraries of residual nets: the first of its blocks may change the shape."""
+
+    def __init__(self, before: int, after: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Residual(before, after), *(Residual(after, after) for _ in range(depth - 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Staged(nn.Module):
+    """A residual net of three stages: lists of blocks, or of stages that hold some."""
+
+    def __init__(self, nested: bool, *depths: int) -> None:
+        super().__init__()
+        widths = (4, 4, 8, 16)
+        stages = [Stage(*sizes, depth) for *sizes, depth in zip(widths, widths[1:], depths, strict=False)]
+        self.stem, self.head = nn.Conv2d(1, 4, 3, 1, 1), nn.Linear(16, 3)
+        if nested:
+            self.stages = nn.ModuleList(stages)
+        else:
+            self.layer1, self.layer2, self.layer3 = (stage.layers for stage in stages)
+        self.nested = nested
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for stage in self.stages if self.nested else (self.layer1, self.layer2, self.layer3):
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("nested", "depths", "slots"), [
+    (False, (2, 2, 2), "layer1.0 layer1.1 layer2.1 layer3.1"),
+    (True, (2, 2, 2), "stages.0.layers.0 stages.0.layers.1 stages.1.layers.1 stages.2.layers.1"),
+    (True, (1, 2, 3), "stages.0.layers.0 stages.1.layers.1 stages.2.layers.1 stages.2.layers.2")])
+def test_blocks_are_found_inside_stages(nested: bool, depths: tuple[int, ...], slots: str) -> None:
+    torch.manual_seed(0)
+    model, x = Staged(nested, *depths), torch.randn(8, 1, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    *_, last = slots.split()
+    growing = esper.attach(model, optimizer, example=x, blueprints=["copy"], controller={last: "copy"}, epochs=9)
+    assert [place.path for place in growing.places] == slots.split()
+    for _ in range(9):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        growing.end_epoch(lambda: -float(model(x).square().mean()))
+    better = growing.deliver()
+    home, number = last.rpartition(".")[0], int(last.rpartition(".")[2])
+    assert not of_esper(better)
+    assert len(better.get_submodule(home)) == number + 2, "one more block in the last stage"  # type: ignore[arg-type]
+
+
+def test_reports_say_how_many_more_flops_training_took() -> None:
+    model, x = Staged(False, 2, 2, 2), torch.randn(8, 1, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    growing = esper.attach(model, optimizer, example=x, blueprints=["copy"], controller={"layer3.1": "copy"}, epochs=10)
+
+    def forward(net: nn.Module) -> int:
+        with FlopCounterMode(display=False) as counter:
+            net(x)
+        return counter.get_total_flops()
+
+    bare, told = forward(model), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        told.append(growing.end_epoch(lambda: -float(model(x).square().mean())).flops)
+    more = forward(growing.deliver()) / bare - 1
+    assert told == pytest.approx([more * epoch / 10 for epoch in range(10)]), "it is planted after the first epoch"
 
 
 def test_a_copy_costs_what_its_block_costs_and_budgets_know_it() -> None:

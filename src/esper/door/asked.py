@@ -18,6 +18,8 @@ from esper.tamiyo.minds import member_for, read_mind, shipped
 Score = float | Tensor | Sequence[float] | tuple[Tensor, Tensor]
 Evaluate = Callable[[], Score]
 Loss = Callable[[nn.Module, Any], Tensor]
+COPY = "copy"
+"""The blueprint that is another block like the front one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Asked:
             raise EsperError(f"blueprints is a list of names; got {self.blueprints!r}")
         if not 0 <= self.price < math.inf:
             raise EsperError(f"a price of {self.price} is impossible; it must be at least 0")
+
+    @property
+    def deeper(self) -> bool:
+        """Whether copies of the model's own blocks may grow."""
+        return COPY in (self.blueprints or ())
 
     def policy(self, spec: ActionSpec, paths: Sequence[str]) -> PolicyBundle:
         """Who decides. A plan names blueprints by slot, all to be planted at once."""

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.door.asked import Asked
-from esper.door.places import Batch, Place, SlotHook, arguments, copy_of, home, samples_of, untouched
+from esper.door.asked import COPY, Asked
+from esper.door.places import LISTS, Batch, Place, SlotHook, arguments, copy_of, home, samples_of, untouched
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import Blueprint, Prototype, SeedKind, find_blueprint, kind_of, names_for
 from esper.kasmina.foreign import first_of, grow_behind, spelled_out
 from esper.leyline import Cost, EsperError
 
-COPY = "copy"
 _NUMBERS = ("layer_idx", "layer_id")
 """What blocks of Hugging Face call their place."""
 
@@ -109,7 +108,7 @@ def offered(host: nn.Module, places: list[Place], asked: Asked,
             example: Any) -> tuple[list[Place], list[list[Prototype]]]:
     """The slots, and [S][K] what may grow in them; slots that were found and hold none of it are left out."""
     wanted, found = asked.blueprints, dict[str, Any]()
-    if wanted is not None and COPY in wanted:
+    if asked.deeper:
         found = copies(host, places, example)
         wrong = [each for each in found.values() if isinstance(each, EsperError)]
         if wrong and (asked.slots != "auto" or len(wrong) == len(found)):
@@ -192,7 +191,7 @@ def _stacked(net: nn.Module, kept: Mapping[str, Graft], whole: Mapping[str, nn.M
     grow_behind(net, {path: graft for path, graft in kept.items() if path not in whole})
     for path in sorted(whole, key=lambda path: int(parts[path][2]), reverse=True):
         blocks, number = owners[path], int(parts[path][2])
-        if not isinstance(blocks, (nn.Sequential, nn.ModuleList)) or list(blocks._modules) != list(
+        if not isinstance(blocks, LISTS) or list(blocks._modules) != list(
                 map(str, range(len(blocks)))):
             raise EsperError(f"{path} is in no list of blocks")
         _tell(net, parts[path][0], len(blocks), number)

@@ -36,6 +36,8 @@ class Report:
     """Slot -> how much lower the score is without its seed."""
     params: int
     """Of all live seeds."""
+    flops: float
+    """Extra training FLOPs so far, as a share of what training the bare model takes in all `epochs`."""
 
 
 def note(evidence: Contribution, where: tuple[int, ...], differences: Tensor) -> None:

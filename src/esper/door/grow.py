@@ -39,11 +39,11 @@ class Grown:
         return self.history[-1].score
 
     def __str__(self) -> str:
-        lines = [f"{'epoch':>5}  {'score':>8}  {'grown':>7}  decision; what seeds were worth"]
+        lines = [f"{'epoch':>5}  {'score':>8}  {'grown':>7}  {'FLOPs':>6}  decision; what seeds were worth"]
         for report in self.history:
             worth = ", ".join(f"{path} {gain:+.4f}" for path, gain in report.contributions.items())
-            lines.append(f"{report.epoch:5d}  {report.score:8.4f}  {report.params:7,d}  {report.decision}"
-                         f"{'; ' + worth if worth else ''}")
+            lines.append(f"{report.epoch:5d}  {report.score:8.4f}  {report.params:7,d}  {report.flops:+6.1%}"
+                         f"  {report.decision}{'; ' + worth if worth else ''}")
         return "\n".join(lines)
 
 

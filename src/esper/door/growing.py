@@ -46,7 +46,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, *, example: Any, 
     epoch, and `deliver()` at the end.
 
     example: a batch that the model takes: a tensor, a tuple that begins with one, or a dict of keywords.
-    slots: paths of submodules; "auto" (default) takes repeated blocks.
+    slots: paths of submodules; "auto" (default) takes repeated blocks; for copies, blocks in lists of blocks.
     controller: "heuristic" (default), "wait", "random", a shipped mind such as "tamiyo-small", the
     agent.safetensors of a run, a plan {slot: blueprint}, or any policy object.
     blueprints: what may grow (default: all built-in ones that fit); "copy": another block like the front one.
@@ -86,7 +86,7 @@ class Growing:
         self.ranks = Ranks(model)
         if any(isinstance(hook, SlotHook) for m in self.host.modules() for hook in m._forward_hooks.values()):
             raise EsperError("this model is attached already; close() that first, or build the model anew")
-        self.places, self.cost = find_places(self.host, asked.slots, example, asked.layouts)
+        self.places, self.cost = find_places(self.host, asked, example)
         self.places, self.prototypes = offered(self.host, self.places, asked, example)
         self.spec = ActionSpec.decisive(len(self.places), [p.blueprint.name for p in self.prototypes[0]])
         paths = [place.path for place in self.places]
@@ -190,7 +190,7 @@ class Growing:
         sound = self.ranks.all_true(not finite or (
             bool(self._means[:3].isfinite().all()) and all(finite[slot] for slot in self.active)))
         decision, self._first = self._first + (self._go_on(finite) if sound else self._go_back(score)), ""
-        self.history.append(Report(epoch, score, decision, gains, self.params))
+        self.history.append(Report(epoch, score, decision, gains, self.params, self.compute.spent))
         return self.history[-1]
 
     def _go_on(self, finite: dict[int, bool]) -> str:

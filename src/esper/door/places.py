@@ -5,7 +5,7 @@ import copy
 import functools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from esper.door.asked import Asked
 from esper.kasmina.blending import Graft
 from esper.kasmina.blueprints import kind_of
 from esper.kasmina.foreign import first_of, shape_of, spelled_out, with_first
 from esper.leyline import Cost, EsperError, SlotShape
 
 MOST_SLOTS = 12
+LISTS = (nn.Sequential, nn.ModuleList)
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with."""
 
@@ -111,12 +113,16 @@ def samples_of(batch: Any) -> int:
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
 
 
-def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], Cost]:
-    """({path: its outputs in a forward pass, in network order}, the model's cost per sample)."""
+def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], set[str], Cost]:
+    """({path: its outputs in a forward pass, in network order}, paths whose output has the shape of their
+    first argument, the model's cost per sample)."""
     seen: dict[str, list[Any]] = {}
+    even: set[str] = set()
 
     def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
-        seen.setdefault(path, []).append(first_of(output))
+        seen.setdefault(path, []).append(out := first_of(output))
+        if args and getattr(args[0], "shape", None) == getattr(out, "shape", ()):
+            even.add(path)
 
     hooks = [module.register_forward_hook(functools.partial(note, path))
              for path, module in model.named_modules() if path]
@@ -132,31 +138,32 @@ def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], Cost]:
         for hook in hooks:
             hook.remove()
     params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return seen, Cost(params, counter.get_total_flops() // samples_of(example))
+    return seen, even, Cost(params, counter.get_total_flops() // samples_of(example))
 
 
-def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
-                layouts: Mapping[str, str]) -> tuple[list[Place], Cost]:
+def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Place], Cost]:
     """The slots that were asked for, or found, in network order."""
+    slots, layouts = asked.slots, asked.layouts
     known = dict(model.named_modules())
     if not (layouts.keys() <= known.keys() and set(layouts.values()) <= {"BCL", "BTC"}):
         raise EsperError(f"layouts say BCL or BTC for paths of slots; got {layouts}")
-    seen, cost = survey(model, example)
+    seen, even, cost = survey(model, example)
     batch = samples_of(example)
     if slots != "auto":
-        asked = [slots] if isinstance(slots, str) else list(slots)
-        for path in asked:
+        named = [slots] if isinstance(slots, str) else list(slots)
+        for path in named:
             if path not in known or not path:
                 raise EsperError(f"the model has no submodule {path!r} for a slot; "
                                  f"there are {', '.join(list(known)[1:7])}, ...")
             if path not in seen or len(seen[path]) > 1:
                 raise EsperError(f"{path} runs {len(seen.get(path, []))} times in a forward pass; "
                                  "a slot needs a submodule that runs once")
-        paths = [path for path in seen if path in set(asked)]
+        paths = [path for path in seen if path in set(named)]
     else:
         able = {path for path, (out, *again) in seen.items() if not again and isinstance(out, Tensor)
                 and 2 <= out.dim() <= 4 and out.is_floating_point() and len(out) == batch}
-        paths = _blocks(model, able, list(seen))
+        paths = (asked.deeper and _listed(model, able, even)) or _blocks(model, able)
+        paths.sort(key=list(seen).index)
     places = []
     for path in paths:
         out = seen[path][0]
@@ -172,7 +179,22 @@ def find_places(model: nn.Module, slots: str | Sequence[str], example: Any,
     return places, cost
 
 
-def _blocks(model: nn.Module, able: set[str], order: list[str]) -> list[str]:
+def _listed(model: nn.Module, able: set[str], even: set[str]) -> list[str]:
+    """Blocks in lists that keep the shape of what they get. Where most of a class do not, as stages of a
+    residual net, blocks are sought inside them."""
+    held = {path: module for path, module in model.named_modules()
+            if path in able and not isinstance(module, LISTS) and any(module.children())
+            and isinstance(model.get_submodule(path.rpartition(".")[0]), LISTS)}
+    blocks: list[str] = []
+    for kind in dict.fromkeys(map(type, held.values())):  # outer ones come first
+        own = [path for path, module in held.items() if type(module) is kind
+               and not any(path.startswith(f"{block}.") for block in blocks)]
+        if own and 2 * len(even.intersection(own)) >= len(own):
+            blocks += own
+    return [path for path in blocks if path in even]
+
+
+def _blocks(model: nn.Module, able: set[str]) -> list[str]:
     """Repeated blocks: children of one type in a container, the outermost ones; else the root's own parts
     that have weights, but for the last, which is the head."""
     found: list[str] = []
@@ -187,7 +209,7 @@ def _blocks(model: nn.Module, able: set[str], order: list[str]) -> list[str]:
     if not found:
         found = [name for name, child in model.named_children()
                  if name in able and list(child.parameters())][:-1]
-    return sorted(found, key=order.index)
+    return found
 
 
 def copy_of(net: nn.Module) -> nn.Module:
