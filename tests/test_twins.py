@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from esper.kasmina import BLUEPRINTS, HOSTS, INCUBATION, Host, OptimConfig, Population
+from esper.kasmina.blending import Gather, GatherAll
 from esper.kasmina.blueprints import Blueprint, SeedKind
 from esper.kasmina.packing import MULTIPLE
 from esper.leyline import LifecycleOp, SeedStage, SlotShape, Style, Transition
@@ -257,6 +258,26 @@ def test_seeds_that_begin_alike_or_not_share_a_slot(mine: Callable[[SlotShape], 
     logits = population.forward(x)
     for row in range(7):
         torch.testing.assert_close(population.extract(row)(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "conv1d", "cnn"])
+@pytest.mark.parametrize("styles", [[Style.ADD] * 4, [Style.ADD, Style.MULTIPLY, Style.GATE, Style.ADD]], ids=["sums", "all styles"])
+def test_one_blueprint_in_every_row_is_not_copied(kind: str, styles: list[Style], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is the whole slot needs no gathering; several groups do."""
+    gathered: list[int] = []
+    for function in (Gather, GatherAll):
+        apply = function.apply
+        monkeypatch.setattr(function, "apply", lambda h, rows, apply=apply: (gathered.append(rows.total), apply(h, rows))[1])
+    seeds = [name for name in Population(Host(kind), 1).spec.blueprints if name != "noop"][:2]
+    population = planted((seeds[1],) * 4, torch.tensor([int(s) for s in styles]), 0.3, torch.float64, kind)
+    trained(population, [PlainHost(population, row) for row in range(4)])
+    x, _ = batch(population, 6, torch.Generator().manual_seed(1))
+    logits = population.forward(x)
+    assert not gathered
+    for row in range(4):
+        torch.testing.assert_close(population.extract(row)(x[:, row]).detach(), logits[:, row], rtol=0, atol=1e-10)
+    trained(planted((*seeds, *seeds), torch.tensor([int(s) for s in styles]), 0.3, torch.float64, kind))
+    assert gathered
 
 
 def test_a_layer_norm_of_an_extent_is_not_taken_for_one_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ class SlotRows:
     def __post_init__(self) -> None:
         order = torch.cat(self.groups) if self.groups else self.special
         self.covered = len(order) == self.total
+        # Is one group all rows, as under a plan, or where there is one row? Then nothing is copied.
+        self.whole = self.covered and len(self.groups) == 1 and not any(self.padding)
         # Position of each row among the concatenated groups; rows of no group read a row of zeros behind.
         self.inverse = torch.full((self.total,), len(order), device=order.device)
         self.inverse[order] = torch.arange(len(order), device=order.device)
@@ -55,6 +57,8 @@ class SlotRows:
         self.sizes = [len(rows) for rows in self._parts]
 
     def gather(self, h: Tensor) -> tuple[Tensor, ...]:
+        if self.whole:
+            return (h,)
         if row_dim(h) == 0:  # then parts of the whole are contiguous
             return h.index_select(0, self.padded).split(self.sizes)
         return tuple(h.index_select(1, rows) for rows in self._parts)
@@ -67,6 +71,8 @@ class SlotRows:
     def scatter(self, parts: Sequence[Tensor]) -> Tensor:
         """The groups' rows at their places, zeros elsewhere; what padding computed is dropped."""
         dim = row_dim(parts[0])
+        if self.whole:
+            return parts[0].clone() if len(self.special) else parts[0]  # special rows are written over
         if any(self.padding):
             parts = [part.narrow(dim, 0, len(rows)) for part, rows in zip(parts, self.groups, strict=True)]
         shape = list(parts[0].shape)

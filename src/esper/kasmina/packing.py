@@ -229,10 +229,11 @@ class SlotWiring:
     def _inputs(self, h: Tensor) -> list[tuple[Tensor, bool]]:
         """What each group gets of h, and whether it went through the group's opening already."""
         if self.opening is None:
-            return [(x, False) for x in Gather.apply(h, self.rows)]
+            return [(x, False) for x in ([h] if self.rows.whole else Gather.apply(h, self.rows))]
         shape, eps = self.opening
         sizes, count = self.rows.sizes, self.sharing
-        shared, rest = GatherAll.apply(h, self.rows).split([sum(sizes[:count]), sum(sizes[count:])])
+        gathered = h if self.rows.whole else GatherAll.apply(h, self.rows)
+        shared, rest = gathered.split([sum(sizes[:count]), sum(sizes[count:])])
         normed = F.layer_norm(shared, shape, eps=eps) if shape else series.Normalised.apply(shared, 1, eps)
         return [*((x, True) for x in normed.split(sizes[:count])),
                 *((x, False) for x in rest.split(sizes[count:]))]
