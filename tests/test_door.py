@@ -390,6 +390,29 @@ def test_slots_are_found(kind: str, paths: list[str]) -> None:
     assert [place.path for place in growing.places] == paths
 
 
+class Stack(nn.Module):
+    """A network that is the one part of its class, as in beginners' tutorials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.layers = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.flatten(x))
+        return out
+
+
+def test_slots_are_found_in_a_network_that_is_one_part_of_its_class() -> None:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    growing = esper.attach(model, optimizer, example=X[:4])
+    assert [place.path for place in growing.places] == ["layers.0", "layers.2"], "all but the head"
+    growing.close()
+    with pytest.raises(EsperError, match="no slots were found"):  # a layer is no block that could stand twice
+        esper.attach(model, optimizer, example=X[:4], blueprints=["copy"])
+
+
 def test_the_heuristic_helps_a_model_that_is_too_small() -> None:
     """Two rings that no linear map can part, and a host that is nothing else."""
     generator = torch.Generator().manual_seed(1)

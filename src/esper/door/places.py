@@ -162,7 +162,9 @@ def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Plac
     else:
         able = {path for path, (out, *again) in seen.items() if not again and isinstance(out, Tensor)
                 and 2 <= out.dim() <= 4 and out.is_floating_point() and len(out) == batch}
-        paths = (asked.deeper and _listed(model, able, even)) or _blocks(model, able)
+        paths = _blocks(model, able)
+        if asked.deeper:  # a layer behind a layer of its kind is no block
+            paths = _listed(model, able, even) or [path for path in paths if any(known[path].children())]
         paths.sort(key=list(seen).index)
     places = []
     for path in paths:
@@ -195,8 +197,8 @@ def _listed(model: nn.Module, able: set[str], even: set[str]) -> list[str]:
 
 
 def _blocks(model: nn.Module, able: set[str]) -> list[str]:
-    """Repeated blocks: children of one type in a container, the outermost ones; else the root's own parts
-    that have weights, but for the last, which is the head."""
+    """Repeated blocks: children of one type in a container, the outermost ones; else the outermost several
+    parts that have weights, but for the last, which is the head."""
     found: list[str] = []
     for path, module in model.named_modules():
         children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
@@ -206,10 +208,14 @@ def _blocks(model: nn.Module, able: set[str]) -> list[str]:
             inside = any(name.startswith(f"{outer}.") for outer in found)
             if repeated and name in able and not inside:
                 found.append(name)
-    if not found:
-        found = [name for name, child in model.named_children()
-                 if name in able and list(child.parameters())][:-1]
-    return found
+    if found:
+        return found
+    parts = {"": model}
+    while len(parts) == 1:  # a network may be the one part of its class
+        ((path, only),) = parts.items()
+        parts = {f"{path}.{name}".lstrip("."): child for name, child in only.named_children()
+                 if next(child.parameters(), None) is not None}
+    return [path for path in list(parts)[:-1] if path in able]
 
 
 def copy_of(net: nn.Module) -> nn.Module:
