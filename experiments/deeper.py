@@ -27,7 +27,7 @@ import math
 import os
 import statistics
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -46,8 +46,8 @@ from experiments.texts import LIST, archive
 
 WIDTH, LENGTH, BATCH, LR, EPOCHS, SEEN, MOST = 64, 64, 16, 5e-3, 20, 192, 3_000_000
 TEXTS = ("moby", "speeches", "wordnet", "declarations", "chinese", "sounds", "german", "plotly", "airports", "diagnoses")
-REGIMES = {"1 block, 1e12 FLOPs": (1, 1e12, 10), "1 block, 4e12 FLOPs": (1, 4e12, 10)}
-"""Name -> (blocks of the host, about how many FLOPs a grown run takes, texts)."""
+REGIMES = {"1 block, 1e12 FLOPs": (1, 1e12), "1 block, 4e12 FLOPs": (1, 4e12)}
+"""Name -> (blocks of the host, about how many FLOPs a grown run takes)."""
 DEPTHS, RUNGS = (1, 2, 3, 4, 6), (5, 3, 1)
 ARMS = ("grown", "at once", "built-in", "host", "twice", "halving", "either")
 
@@ -193,7 +193,7 @@ def halving(data: Data, seed: int, flops: float) -> dict[str, Any]:
 
 def play(text: str, packages: str, regime: str, seed: int, cache: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    blocks, flops, _ = REGIMES[regime]
+    blocks, flops = REGIMES[regime]
     kept = Path(cache) / f"{text}-{regime.replace(' ', '')}-{seed}.json"
     return {"text": text, "regime": regime, "seed": seed, "arms": arms(
         Data(read(Path(packages), text)), blocks, flops, seed, kept, f"{text} {regime} {seed}")}
@@ -235,22 +235,23 @@ def compared(cells: list[dict[str, Any]], arm: str) -> dict[str, float]:
             "texts ahead": sum(value > 0 for value in by_text)}
 
 
-def main() -> None:
-    made: argparse.ArgumentParser = parser(__doc__)
+def run(description: str | None, name: str, play: Callable[..., dict[str, Any]], cells: Sequence[tuple[str, str, int]],
+        arms: Sequence[str]) -> None:
+    """The command of an experiment: it plays each cell (regime, text, seed), and writes what the arms did and how they compare."""
+    made: argparse.ArgumentParser = parser(description)
     made.add_argument("folder", metavar="FOLDER")
     made.add_argument("--workers", type=int, default=1)
-    made.add_argument("--cache", type=Path, default=Path("deeper-cache"))
+    made.add_argument("--cache", type=Path, default=Path(f"{name}-cache"))
     options = made.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
-    jobs = [(text, options.folder, regime, seed, str(options.cache)) for regime, (*_, texts) in REGIMES.items()
-            for seed, text in enumerate(TEXTS[:texts])]
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(options.workers) as pool:
-        cells = list(pool.map(play, *zip(*jobs, strict=True)))
-    groups = {regime: [cell for cell in cells if cell["regime"] == regime] for regime in REGIMES} | {"all": cells}
-    write(options, "deeper", {"cells": cells, "compared": {
-        name: {arm: compared(group, arm) for arm in ARMS[1:]} for name, group in groups.items()}})
+        played = list(pool.map(play, *zip(*((text, options.folder, regime, seed, str(options.cache)) for regime, text, seed in cells),
+                                          strict=True)))
+    groups = {regime: [cell for cell in played if cell["regime"] == regime] for regime, _, _ in cells} | {"all": played}
+    write(options, name, {"cells": played, "compared": {
+        group: {arm: compared(some, arm) for arm in arms} for group, some in groups.items()}})
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "deeper", play, [(regime, text, seed) for regime in REGIMES for seed, text in enumerate(TEXTS)], ARMS[1:])

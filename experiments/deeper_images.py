@@ -14,12 +14,10 @@ import functools
 import gzip
 import io
 import json
-import os
 import subprocess
 import tarfile
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from experiments.deeper import ARMS, WIDTH, Data, arms, compared
-from experiments.shared import parser, write
+from experiments.deeper import ARMS, WIDTH, Data, arms, run
 
 PATCH, BATCH, SEEN, TESTED = 4, 32, 512, 10_000
 NAMES = ("mnist", "fashion", "cifar10", "sprites-x", "sprites-turn")
@@ -148,21 +145,5 @@ def play(name: str, folder: str, regime: str, seed: int, cache: str) -> dict[str
             "arms": arms(READ[name](Path(folder)), blocks, flops, seed, kept, f"{name} {regime}")}
 
 
-def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("folder", metavar="FOLDER")
-    made.add_argument("--workers", type=int, default=1)
-    made.add_argument("--cache", type=Path, default=Path("deeper-images-cache"))
-    options = made.parse_args()
-    options.cache.mkdir(parents=True, exist_ok=True)
-    jobs = [(name, options.folder, regime, seed, str(options.cache)) for regime in REGIMES for seed, name in enumerate(NAMES)]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(options.workers) as pool:
-        cells = list(pool.map(play, *zip(*jobs, strict=True)))
-    groups = {regime: [cell for cell in cells if cell["regime"] == regime] for regime in REGIMES} | {"all": cells}
-    write(options, "deeper_images", {"cells": cells, "compared": {
-        name: {arm: compared(group, arm) for arm in ARMS[1:]} for name, group in groups.items()}})
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, "deeper_images", play, [(regime, name, seed) for regime in REGIMES for seed, name in enumerate(NAMES)], ARMS[1:])

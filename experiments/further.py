@@ -17,8 +17,6 @@ Writes experiments/results/further.json.
 
 import copy
 import json
-import os
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,11 @@ import torch
 from torch import nn
 
 from esper.leyline.storage import atomic_write
-from experiments.deeper import TEXTS, Data, Model, Run, compared, grow, read, static, step_flops, steps_of
-from experiments.shared import parser, write
+from experiments.deeper import TEXTS, Data, Model, Run, grow, read, run, static, step_flops, steps_of
 
 RATE = 2.5e-3
-REGIMES = {"1 block, 2e12 and 2e12 FLOPs": (1, 2e12, 2e12, 10)}
-"""Name -> (blocks, FLOPs of the first training, about how many a grown run takes, texts)."""
+REGIMES = {"1 block, 2e12 and 2e12 FLOPs": (1, 2e12, 2e12)}
+"""Name -> (blocks, FLOPs of the first training, about how many a grown run takes)."""
 ARMS = ("grown", "by hand", "as it is", "anew", "foreseen")
 
 
@@ -59,7 +56,7 @@ def play(text: str, packages: str, regime: str, seed: int, cache: str) -> dict[s
     torch.set_num_threads(1)
     kept = Path(cache) / f"further-{text}-{regime.replace(' ', '')}.json"
     done: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    data, (blocks, before, flops, _) = Data(read(Path(packages), text)), REGIMES[regime]
+    data, (blocks, before, flops) = Data(read(Path(packages), text)), REGIMES[regime]
     if done.keys() >= set(ARMS):
         return {"text": text, "regime": regime, "arms": done}
     first, later = trained(data, blocks, seed, before), seed + 100  # other batches than the first training's
@@ -78,22 +75,5 @@ def play(text: str, packages: str, regime: str, seed: int, cache: str) -> dict[s
     return {"text": text, "regime": regime, "arms": done}
 
 
-def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("folder", metavar="FOLDER")
-    made.add_argument("--workers", type=int, default=1)
-    made.add_argument("--cache", type=Path, default=Path("further-cache"))
-    options = made.parse_args()
-    options.cache.mkdir(parents=True, exist_ok=True)
-    jobs = [(text, options.folder, regime, seed, str(options.cache)) for regime, (*_, texts) in REGIMES.items()
-            for seed, text in enumerate(TEXTS[:texts])]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(options.workers) as pool:
-        cells = list(pool.map(play, *zip(*jobs, strict=True)))
-    groups = {regime: [cell for cell in cells if cell["regime"] == regime] for regime in REGIMES} | {"all": cells}
-    write(options, "further", {"rate": RATE, "cells": cells, "compared": {
-        name: {arm: compared(group, arm) for arm in ("before", *ARMS[1:])} for name, group in groups.items()}})
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, "further", play, [(regime, text, seed) for regime in REGIMES for seed, text in enumerate(TEXTS)], ("before", *ARMS[1:]))
