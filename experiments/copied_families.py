@@ -3,7 +3,7 @@ does it generate?
 
     python -m experiments.copied_families
 
-Two layers each, built from config; a plan puts a copy behind one of them, nine epochs of two steps. Compared bit for bit with the
+Two layers each, or stages of two and three, built from config; a plan puts a copy behind one of them, nine epochs of two steps. Compared bit for bit with the
 model that grew: what is delivered; what `from_pretrained` reads after `save_pretrained`; and texts generated with a cache of keys
 and values with those generated without. Writes experiments/results/copied_families.json.
 """
@@ -27,6 +27,7 @@ GPT2 = {"vocab_size": 50, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head
 LLAMA = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 2, "max_position_embeddings": 64, **ENDS}
 EYES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16, "patch_size": 8}
+LOOK, STAGES = {"pixel_values": PICTURES, "labels": LABELS}, {"hidden_sizes": [4, 8], "depths": [2, 3]}
 T5 = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
 BART = {"vocab_size": 50, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
         "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0,
@@ -50,7 +51,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         SPEAK, "model.layers.0"),
     "Mamba": ("MambaForCausalLM", {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, **ENDS}, SPEAK, "backbone.layers.0"),
     "BERT": ("BertForSequenceClassification", LLAMA, CLASSIFY, "bert.encoder.layer.0"),
-    "ViT": ("ViTForImageClassification", EYES, {"pixel_values": PICTURES, "labels": LABELS}, "vit.layers.0"),
+    "ViT": ("ViTForImageClassification", EYES, LOOK, "vit.layers.0"),
+    "ResNet": ("ResNetForImageClassification", STAGES | {"embedding_size": 4, "layer_type": "basic"}, LOOK, "resnet.encoder.stages.1.layers.1"),
+    "RegNet": ("RegNetForImageClassification", STAGES | {"embedding_size": 4, "groups_width": 4}, LOOK, "regnet.encoder.stages.1.layers.1"),
+    "ConvNeXt": ("ConvNextForImageClassification", STAGES | {"patch_size": 1, "num_stages": 2}, LOOK, "convnext.encoder.stages.1.layers.0"),
+    "Swin": ("SwinForImageClassification", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2},
+             LOOK, "swin.encoder.layers.1.blocks.0"),
     "T5, encoder": ("T5ForConditionalGeneration", T5, SPEAK, "encoder.block.1"),
     "T5, decoder": ("T5ForConditionalGeneration", T5, SPEAK, "decoder.block.1"),
     "BART, encoder": ("BartForConditionalGeneration", BART, SPEAK, "model.encoder.layers.0"),

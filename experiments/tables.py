@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -46,6 +46,11 @@ ARMS = (
 ORDINARY = ("mnist1d-conv1d", "diabetes", "digits")
 REFERENCES = {"diabetes": ("diabetes, `mlp`", "variance explained, %"), "fashion": ("Fashion-MNIST, `cnn`", "accuracy, %"),
               "cifar10": ("CIFAR-10, `resnet`", "accuracy, %"), "shakespeare": ("tiny Shakespeare, `gpt`", "loss, nats")}
+DEEPER = {"host": "the host as it is, for longer", "twice": "twice as many blocks from the start",
+          "either": "the better one of these two, half of the FLOPs each", "halving": "the best of five depths by successive halving",
+          "at once": "grown at once, without looking", "built-in": "grown with Esper's own blueprints"}
+FURTHER = {"before": "before", "as it is": "trained on as it is", "by hand": "doubled by hand, and trained on",
+           "anew": "twice as many blocks anew", "foreseen": "twice as many blocks from the start, with the FLOPs of both trainings"}
 
 
 # Reading and formatting
@@ -267,6 +272,21 @@ def references() -> str:
 
     return table(["data, host", "score", "parameters", "epochs, steps", "inits", "population", "plain PyTorch", "others", "hardware",
                   "date, commit"], map(row, REFERENCES))
+
+
+def grown_less(experiments: Mapping[str, str], arms: Mapping[str, str]) -> str:
+    """What a run that grows deeper is better by than others of its FLOPs, in nats, and in how many of the cells."""
+    columns: list[tuple[str, Json, int]] = []
+    for name, what in experiments.items():
+        found = read(f"experiments/results/{name}.json")
+        columns += [(f"{what}, {regime.partition(', ')[2]}", compared, sum(cell["regime"] == regime for cell in found["cells"]))
+                    for regime, compared in found["compared"].items() if regime != "all"]
+
+    def cell(found: Json, cells: int) -> str:
+        return f"{found['better by']:+.3f} ± {found['error']:.3f}, {found['texts ahead']} of {cells}"
+
+    return table(["grown, less", *(title for title, *_ in columns)],
+                 ([told, *(cell(compared[arm], cells) for _, compared, cells in columns)] for arm, told in arms.items()))
 
 
 def best_head() -> str:

@@ -651,6 +651,32 @@ def test_a_language_model_of_hugging_face_is_one_of_them_with_another_layer(tmp_
     subprocess.run([sys.executable, "-c", SPEAKS, str(tmp_path / "better"), str(tmp_path / "wanted.pt")], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(("name", "more"), [("ResNet", {"embedding_size": 4, "layer_type": "basic"}), ("ConvNext", {"patch_size": 1, "num_stages": 2})])
+def test_a_stage_of_hugging_face_has_another_block(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    kind = getattr(hf, f"{name}ForImageClassification")
+    net = kind(kind.config_class(hidden_sizes=[4, 8], depths=[1, 2], **more))
+    batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4) % 2}
+    optimizer, slot = torch.optim.AdamW(net.parameters(), 1e-3), f"{name.lower()}.encoder.stages.1.layers.1"
+    growing = esper.attach(net, optimizer, example=batch, blueprints=["copy"], controller={slot: "copy"}, epochs=9)
+    assert slot in [place.path for place in growing.places]
+    for _ in range(9):
+        optimizer.zero_grad()
+        net.train()(**batch).loss.backward()
+        optimizer.step()
+        growing.end_epoch(lambda: -float(net.eval()(**batch).loss.detach()))
+    with torch.no_grad():
+        wanted = net.eval()(**batch).logits
+    better = growing.deliver().eval()
+    assert not of_esper(better)
+    assert better.config.depths == [1, 3]
+    assert net.config.depths == [1, 2]
+    better.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(kind.from_pretrained(tmp_path).eval()(**batch).logits, wanted)
+
+
 def test_a_copy_without_a_place_in_a_cache_refuses_one() -> None:
     class Cache:
         def get_seq_length(self) -> int:

@@ -204,18 +204,25 @@ def _stacked(net: nn.Module, kept: Mapping[str, Graft], whole: Mapping[str, nn.M
 
 
 def _tell(net: nn.Module, owner: str, blocks: int, number: int) -> None:
-    """Configurations around these blocks that count them, as Hugging Face's do, count one more."""
+    """Configurations around these blocks that count them, as Hugging Face's do, count one more: in this
+    stage, if there are several, or in all."""
     told: list[Any] = []
+    stage = next((int(part) for part in reversed(owner.split(".")) if part.isdigit()), 0)
     while owner:
         owner = owner.rpartition(".")[0]
         config: Any = getattr(net.get_submodule(owner), "config", None)
-        if getattr(config, "num_hidden_layers", None) != blocks or any(config is each for each in told):
+        if config is None or any(config is each for each in told):
             continue
         told.append(config)
-        for name, value in vars(config).items():
-            if "layer" in name and isinstance(value, list) and len(value) == blocks:
-                value.insert(number + 1, copy.deepcopy(value[number]))
-        config.num_hidden_layers = blocks + 1
+        depths = getattr(config, "depths", None)
+        if isinstance(depths, list):
+            if depths[stage : stage + 1] == [blocks]:
+                config.depths = [*depths[:stage], blocks + 1, *depths[stage + 1 :]]
+        elif getattr(config, "num_hidden_layers", None) == blocks:
+            for name, value in vars(config).items():
+                if "layer" in name and isinstance(value, list) and len(value) == blocks:
+                    value.insert(number + 1, copy.deepcopy(value[number]))
+            config.num_hidden_layers = blocks + 1
 
 
 def _is_right(net: nn.Module, inserted: Sequence[nn.Module], batch: Batch, wanted: list[Any]) -> bool:

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -182,16 +183,18 @@ def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Plac
 
 
 def _listed(model: nn.Module, able: set[str], even: set[str]) -> list[str]:
-    """Blocks in lists that keep the shape of what they get. Where most of a class do not, as stages of a
-    residual net, blocks are sought inside them."""
+    """Blocks in lists that keep the shape of what they get: most of a class do, or all but the first ones of
+    their lists. Where it is otherwise, as with stages of a residual net, blocks are sought inside."""
+    lists = {path: path.rpartition(".")[0] for path in able}
     held = {path: module for path, module in model.named_modules()
             if path in able and not isinstance(module, LISTS) and any(module.children())
-            and isinstance(model.get_submodule(path.rpartition(".")[0]), LISTS)}
+            and isinstance(model.get_submodule(lists[path]), LISTS)}
     blocks: list[str] = []
     for kind in dict.fromkeys(map(type, held.values())):  # outer ones come first
         own = [path for path, module in held.items() if type(module) is kind
                and not any(path.startswith(f"{block}.") for block in blocks)]
-        if own and 2 * len(even.intersection(own)) >= len(own):
+        later = [path for before, path in pairwise(own) if lists[before] == lists[path]]
+        if (later and even.issuperset(later)) or 2 * len(even.intersection(own)) > len(own):
             blocks += own
     return [path for path in blocks if path in even]
 
