@@ -46,6 +46,7 @@ ARMS = (
 ORDINARY = ("mnist1d-conv1d", "diabetes", "digits")
 REFERENCES = {"diabetes": ("diabetes, `mlp`", "variance explained, %"), "fashion": ("Fashion-MNIST, `cnn`", "accuracy, %"),
               "cifar10": ("CIFAR-10, `resnet`", "accuracy, %"), "shakespeare": ("tiny Shakespeare, `gpt`", "loss, nats")}
+GREW = {"deeper": "text", "deeper_images": "pictures"}  # experiment -> what it is about
 DEEPER = {"host": "the host as it is, for longer", "twice": "twice as many blocks from the start",
           "either": "the better one of these two, half of the FLOPs each", "halving": "the best of five depths by successive halving",
           "at once": "grown at once, without looking", "built-in": "grown with Esper's own blueprints"}
@@ -396,7 +397,7 @@ def results_page() -> str:
         arms="\n\n".join(f"`{family}`:\n\n{proof_arms(family)}" for family in FAMILIES), zero_shot=zero_shot(),
         sweeps=sweeps(), best_head=best_head(), references=references(), universe_claims=universe_claims(),
         universe_arms=universe_arms(), universe_sources=universe_sources(), universe_levels=universe_levels(),
-        universe_run=universe_run())
+        universe_run=universe_run(), deeper=grown_less(GREW, DEEPER), further=grown_less({"further": "text"}, FURTHER))
 
 
 def speed_page() -> str:
@@ -600,6 +601,32 @@ Controllers do not observe it. A view now carries a random number per episode.
 1.7, on shuffled (2.2) and shuffled, blind hosts (5.1), where the best rule is ahead of them by 1.4 and 2.1;
 `fashion` 0.7, on frozen (1.2) and narrow last hosts (1.0). At the longer horizon the lead over the rule
 shrinks to +0.3 points on `mlp` and `mnist1d`.
+
+## Growing deeper
+
+The door's blueprint `copy` puts another block behind one of a model's own ([door.md](door.md)). A small transformer of PyTorch's own layers,
+one block, 64 wide, grew so under the untuned heuristic. Every other run got the FLOPs that the grown one took, its evaluations
+included, with a schedule of its own length; learning rates are those that were best for the host on data that is not in the table. No run had met
+these texts and pictures, one seed each; decisions saw a part that trains nothing, and the loss is that of a third part. What a grown run is better by,
+in nats (per byte of text, per picture), mean over the data sets with 95 % intervals, and on how many it is ahead:
+
+{deeper}
+
+Growing beats trying depths with the same FLOPs: the better one of two, or the best of five. It beats the host where compute suffices for a deeper
+one. **It does not beat who doubles the depth from the start**: it saves that guess, and nothing else. Texts differ much; one, a dictionary of pronunciations,
+makes a third of the lead over the host.
+
+A model that exists is another matter: it was trained for 2e12 FLOPs to the end of its schedule, and there are as many again. Growing it is compared with
+training it on at the rate that was best for that on another text:
+
+{further}
+
+It is ahead of training on, on most texts and by little; one text makes most of the mean, and the interval includes zero. Two blocks that nobody
+has trained, with this second budget alone, do as well. Copying every block by hand, which `doubled` in that script does in three lines, is a little better.
+
+Predictions, and what was known before them, are in [LEARNING.md](../experiments/LEARNING.md). Made by `python -m experiments.deeper FOLDER`,
+`experiments.deeper_images` and `experiments.further`, which name the packages that FOLDER holds. `either` was added after the cell of 1e12 had been seen;
+cells of 1e13 FLOPs, and of a model of two blocks, were planned and not run.
 
 ## Other sizes of the same damaged hosts
 
