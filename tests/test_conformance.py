@@ -235,8 +235,15 @@ def test_user_modules_of_many_kinds_equal_themselves(build: object, device: str)
         del BLUEPRINTS["conv1d", "theirs"]
 
 
+class Overwriting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(("build", "word"), [
     (lambda c: nn.Sequential(nn.Linear(c, c), nn.SiLU(inplace=True)), "in place"),
+    (lambda c: Overwriting(c, c), "in place"),
     (lambda c: nn.Linear(c, c).requires_grad_(False), "frozen"),
     (lambda c: nn.Linear(c, 2 * c), "keep its input's shape"),
     (lambda c: nn.BatchNorm1d(c), "buffers"),

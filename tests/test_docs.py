@@ -139,8 +139,11 @@ def test_readme_names_only_make_targets_and_scripts_that_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]*)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, _, section in (link.partition("#") for link in re.findall(r"\]\((?!https?://)([^)]*)", page.read_text())):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        heads = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)", there.read_text(), re.M)] if section else []
+        assert not section or section in heads, f"{page.name} links to {target}#{section}"
 
 
 BARE = """

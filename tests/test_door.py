@@ -409,7 +409,7 @@ def test_slots_are_found_in_a_network_that_is_one_part_of_its_class() -> None:
     growing = esper.attach(model, optimizer, example=X[:4])
     assert [place.path for place in growing.places] == ["layers.0", "layers.2"], "all but the head"
     growing.close()
-    with pytest.raises(EsperError, match="no slots were found"):  # a layer is no block that could stand twice
+    with pytest.raises(EsperError, match="no blocks to copy were found"):  # a layer is no block that could stand twice
         esper.attach(model, optimizer, example=X[:4], blueprints=["copy"])
 
 

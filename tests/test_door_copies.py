@@ -536,6 +536,22 @@ class Staged(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def test_a_configuration_whose_stages_have_no_number_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model, x = Staged(False, 2, 2, 2), torch.randn(8, 1, 8, 8)
+    model.config = SimpleNamespace(depths=[2, 2, 2])  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    growing = esper.attach(model, optimizer, example=x, blueprints=["copy"], controller={"layer3.1": "copy"}, epochs=9)
+    for _ in range(9):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        growing.end_epoch(lambda: -float(model(x).square().mean()))
+    better = growing.deliver()
+    assert len(better.layer3) == 3  # type: ignore[arg-type]
+    assert better.config.depths == [2, 2, 2]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(("nested", "depths", "slots"), [
     (False, (2, 2, 2), "layer1.0 layer1.1 layer2.1 layer3.1"),
     (True, (2, 2, 2), "stages.0.layers.0 stages.0.layers.1 stages.1.layers.1 stages.2.layers.1"),
@@ -556,6 +572,65 @@ def test_blocks_are_found_inside_stages(nested: bool, depths: tuple[int, ...], s
     home, number = last.rpartition(".")[0], int(last.rpartition(".")[2])
     assert not of_esper(better)
     assert len(better.get_submodule(home)) == number + 2, "one more block in the last stage"  # type: ignore[arg-type]
+
+
+class Skip(nn.Module):
+    """Something with a residual connection."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Gated(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), Skip(nn.Conv2d(width, width, 1)), nn.ReLU())
+
+
+class Pair(nn.Module):
+    """A list that holds the parts of a block is no list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Skip(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.ReLU())]) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mix, turn in self.layers:  # type: ignore[misc]
+            x = turn(mix(x))
+        return x
+
+
+class Lone(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def mixed(width: int) -> nn.Sequential:
+    return nn.Sequential(Skip(nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GELU())), nn.Conv2d(width, width, 1), nn.GELU())
+
+
+SERIES, IMAGES = torch.randn(4, 6, 8), torch.randn(4, 3, 8, 8)
+
+
+@pytest.mark.parametrize(("model", "example", "slots"), [
+    (nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2), nn.Linear(8, 3)), SERIES,
+     "1.layers.0 1.layers.1"),
+    (nn.Sequential(nn.Linear(8, 8), Lone(), nn.Linear(8, 3)), SERIES, "1.layers.0"),
+    (nn.Sequential(nn.Linear(8, 8), Pair(), nn.Linear(8, 3)), SERIES, "1"),
+    (nn.Sequential(nn.Conv2d(3, 8, 2, 2), nn.GELU(), mixed(8), mixed(8), nn.Flatten(), nn.Linear(128, 3)), IMAGES, "2 3"),
+    (nn.Sequential(nn.Conv2d(3, 8, 3), Gated(8), Gated(8), Gated(8), nn.Flatten(), nn.Linear(288, 3)), IMAGES, "1 2 3"),
+    (nn.Sequential(nn.Conv2d(3, 4, 1), Skip(nn.Sequential(Gated(4), Gated(4))), Skip(nn.Sequential(Gated(4), Gated(4))), nn.Conv2d(4, 3, 1)),
+     IMAGES, "1 2")], ids=["an encoder", "a list of one", "lists of parts", "blocks without a class", "blocks that are lists", "blocks in blocks"])
+def test_what_stands_beside_others_of_its_class_is_a_block(model: nn.Module, example: Tensor, slots: str) -> None:
+    growing = esper.attach(model, torch.optim.SGD(model.parameters(), 0.05), example=example, blueprints=["copy"], controller="wait")
+    assert [place.path for place in growing.places] == slots.split()
 
 
 def test_reports_say_how_many_more_flops_training_took() -> None:
@@ -651,12 +726,13 @@ def test_a_language_model_of_hugging_face_is_one_of_them_with_another_layer(tmp_
     subprocess.run([sys.executable, "-c", SPEAKS, str(tmp_path / "better"), str(tmp_path / "wanted.pt")], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(("name", "more"), [("ResNet", {"embedding_size": 4, "layer_type": "basic"}), ("ConvNext", {"patch_size": 1, "num_stages": 2})])
+@pytest.mark.parametrize(("name", "more"), [("ResNet", {"embedding_size": 4, "layer_type": "basic"}),
+                                            ("ConvNext", {"patch_size": 1, "num_stages": 2, "depths": (1, 2)})])
 def test_a_stage_of_hugging_face_has_another_block(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
     kind = getattr(hf, f"{name}ForImageClassification")
-    net = kind(kind.config_class(hidden_sizes=[4, 8], depths=[1, 2], **more))
+    net = kind(kind.config_class(**{"hidden_sizes": [4, 8], "depths": [1, 2]} | more))
     batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.arange(4) % 2}
     optimizer, slot = torch.optim.AdamW(net.parameters(), 1e-3), f"{name.lower()}.encoder.stages.1.layers.1"
     growing = esper.attach(net, optimizer, example=batch, blueprints=["copy"], controller={slot: "copy"}, epochs=9)
@@ -671,7 +747,7 @@ def test_a_stage_of_hugging_face_has_another_block(name: str, more: dict[str, An
     better = growing.deliver().eval()
     assert not of_esper(better)
     assert better.config.depths == [1, 3]
-    assert net.config.depths == [1, 2]
+    assert list(net.config.depths) == [1, 2]
     better.save_pretrained(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(kind.from_pretrained(tmp_path).eval()(**batch).logits, wanted)

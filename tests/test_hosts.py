@@ -54,6 +54,21 @@ class Branches(nn.Module):
         return out
 
 
+class Reusing(nn.Module):
+    """Writes into what its slot was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.point, self.inner, self.head = nn.Linear(6, 8), nn.Identity(), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        h = self.point(x)
+        x += self.inner(torch.relu(h))
+        out: Tensor = self.head(x)
+        return out
+
+
 class Causal(nn.Module):
     """A dilated causal convolution with a skip; the activation behind its slot works in place."""
 
@@ -413,6 +428,18 @@ def test_a_row_alone_equals_the_row_in_a_crowd() -> None:
     theirs = crowd.snapshot(torch.tensor([5]))
     for name, tensor in alone.snapshot(torch.tensor([0])).items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-8)
+
+
+def test_a_module_may_write_into_what_its_slot_was_given_whatever_others_hold() -> None:
+    host, losses = Host.of(Reusing(), ["point"], NUMBERS), []
+    x, y = torch.randn(5, 2, 6, dtype=torch.float64), torch.randint(4, (5, 2))
+    for names in (("norm", "norm"), ("norm", "mlp_small")):
+        population = Population(host, 2, dtype=torch.float64)
+        seeds = torch.tensor([[population.spec.blueprints.index(name)] for name in names])
+        population.install(torch.arange(2), seeds, torch.zeros_like(seeds), torch.full(seeds.shape, 0.5))
+        wait(population)
+        losses.append([float(population.train_step(x, y)[0]) for _ in range(5)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
 
 
 # -- where weights come from ---------------------------------------------------------------------------------

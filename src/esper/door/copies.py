@@ -207,7 +207,7 @@ def _tell(net: nn.Module, owner: str, blocks: int, number: int) -> None:
     """Configurations around these blocks that count them, as Hugging Face's do, count one more: in this
     stage, if there are several, or in all."""
     told: list[Any] = []
-    stage = next((int(part) for part in reversed(owner.split(".")) if part.isdigit()), 0)
+    whole = owner
     while owner:
         owner = owner.rpartition(".")[0]
         config: Any = getattr(net.get_submodule(owner), "config", None)
@@ -215,9 +215,10 @@ def _tell(net: nn.Module, owner: str, blocks: int, number: int) -> None:
             continue
         told.append(config)
         depths = getattr(config, "depths", None)
-        if isinstance(depths, list):
-            if depths[stage : stage + 1] == [blocks]:
-                config.depths = [*depths[:stage], blocks + 1, *depths[stage + 1 :]]
+        if isinstance(depths, (list, tuple)):
+            numbers = [int(part) for part in whole[len(owner) :].split(".") if part.isdigit()]
+            if numbers and list(depths[numbers[-1] : numbers[-1] + 1]) == [blocks]:
+                config.depths = [n + (stage == numbers[-1]) for stage, n in enumerate(depths)]
         elif getattr(config, "num_hidden_layers", None) == blocks:
             for name, value in vars(config).items():
                 if "layer" in name and isinstance(value, list) and len(value) == blocks:

@@ -165,7 +165,7 @@ def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Plac
                 and 2 <= out.dim() <= 4 and out.is_floating_point() and len(out) == batch}
         paths = _blocks(model, able)
         if asked.deeper:  # a layer behind a layer of its kind is no block
-            paths = _listed(model, able, even) or [path for path in paths if any(known[path].children())]
+            paths = _copyable(model, able, even) or [path for path in paths if any(known[path].children())]
         paths.sort(key=list(seen).index)
     places = []
     for path in paths:
@@ -178,25 +178,39 @@ def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Plac
         step = -(-len(places) // MOST_SLOTS)
         places = places[step - 1 :: step]
     if not places:
-        raise EsperError("no slots were found in this model; name submodules with slots=[...]")
+        raise EsperError(f"no {'blocks to copy' if asked.deeper else 'slots'} were found in this model; "
+                         "name submodules with slots=[...]")
     return places, cost
 
 
-def _listed(model: nn.Module, able: set[str], even: set[str]) -> list[str]:
-    """Blocks in lists that keep the shape of what they get: most of a class do, or all but the first ones of
-    their lists. Where it is otherwise, as with stages of a residual net, blocks are sought inside."""
-    lists = {path: path.rpartition(".")[0] for path in able}
-    held = {path: module for path, module in model.named_modules()
-            if path in able and not isinstance(module, LISTS) and any(module.children())
-            and isinstance(model.get_submodule(lists[path]), LISTS)}
-    blocks: list[str] = []
-    for kind in dict.fromkeys(map(type, held.values())):  # outer ones come first
-        own = [path for path, module in held.items() if type(module) is kind
-               and not any(path.startswith(f"{block}.") for block in blocks)]
-        later = [path for before, path in pairwise(own) if lists[before] == lists[path]]
-        if (later and even.issuperset(later)) or 2 * len(even.intersection(own)) > len(own):
-            blocks += own
-    return [path for path in blocks if path in even]
+def _copyable(model: nn.Module, able: set[str], even: set[str]) -> list[str]:
+    """Blocks that keep the shape of what they get and stand beside others of their class: most of the class
+    keep it, or all but the first of each list do. Others, as stages of a residual net, are looked into."""
+    known = dict(model.named_modules())
+    home = {path: path.rpartition(".")[0] for path in known}
+    classes: dict[Any, list[str]] = {}
+    around: dict[Any, set[type]] = {}
+    for path, block in known.items():
+        parts, is_list = list(block.children()), type(block) in LISTS
+        of_blocks = is_list and len({*map(type, parts)}) == 1 and any(parts[0].children())
+        if path in able and parts and not of_blocks:
+            kind = (type(block), home[path] if is_list else "")
+            classes.setdefault(kind, []).append(path)
+            around.setdefault(kind, set()).update(type(known[above]) for above in _above(path))
+    chosen: list[str] = []
+    for kind in sorted(classes, key=lambda kind: len(around[kind])):  # outer ones first
+        own = [path for path in classes[kind] if not set(_above(path)).intersection(chosen)]
+        later = [path for before, path in pairwise(own) if home[before] == home[path]]
+        lists = [known[home[path]] for path in own]
+        several = later or any(type(each) is nn.ModuleList and len(each) == 1 for each in lists)
+        if (later and even.issuperset(later)) or (several and 2 * len(even.intersection(own)) > len(own)):
+            chosen += own
+    return [path for path in chosen if path in even and not set(_above(path)).intersection(chosen)]
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        yield (path := path.rpartition(".")[0])
 
 
 def _blocks(model: nn.Module, able: set[str]) -> list[str]:

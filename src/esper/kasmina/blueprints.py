@@ -122,6 +122,9 @@ def range_table(prototypes: list[Prototype], device: torch.device) -> tuple[Tens
     return centre, radius
 
 
+_IN_PLACE = "works in place, which would overwrite its host; use inplace=False, or x + 1 for x += 1"
+
+
 def _refuse_unliftable(name: str, module: nn.Module, shape: SlotShape) -> None:
     layers, parameters = list(module.modules()), list(module.parameters())
     for wrong, why in (
@@ -132,14 +135,15 @@ def _refuse_unliftable(name: str, module: nn.Module, shape: SlotShape) -> None:
          "uses one parameter under two names; give each layer its own"),
         (any(not parameter.requires_grad for parameter in parameters),
          "has frozen parameters; make them constants of its forward instead"),
-        (any(getattr(layer, "inplace", False) for layer in layers),
-         "works in place, which would overwrite its host; use inplace=False"),
+        (any(getattr(layer, "inplace", False) for layer in layers), _IN_PLACE),
     ):
         if wrong:
             raise EsperError(f"blueprint {name!r} {why}")
     x = torch.zeros(2, *shape.sample)
     with torch.no_grad():
         out = (module.body if isinstance(module, Scaled) else module)(x)
+    if x._version:
+        raise EsperError(f"blueprint {name!r} {_IN_PLACE}")
     if not isinstance(out, Tensor):
         raise EsperError(f"blueprint {name!r} returns a {type(out).__name__}; "
                          "a seed returns one tensor of its input's shape")

@@ -253,7 +253,7 @@ class Foreign:
     def _join(self, index: int, at_slot: AtSlot, h: Tensor) -> Tensor:
         """Copies' outputs [R, B, ...] to lifted layout, through the slot, and back."""
         shape = self.slots.shapes[index]
-        h = h if torch.is_grad_enabled() else h.clone()  # a slot may write into what it gets
+        h = h.clone()  # a slot may write into what it gets, and the module into what it gave
         given = from_copies(h.flatten(1, 2) if shape.tokens else h)
         out = at_slot(index, given)
         if out is not given and out._is_view():
