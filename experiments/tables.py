@@ -606,15 +606,16 @@ shrinks to +0.3 points on `mlp` and `mnist1d`.
 
 The door's blueprint `copy` puts another block behind one of a model's own ([door.md](door.md)). A small transformer of PyTorch's own layers,
 one block, 64 wide, grew so under the untuned heuristic. Every other run got the FLOPs that the grown one took, its evaluations
-included, with a schedule of its own length; learning rates are those that were best for the host on data that is not in the table. No run had met
+included, with a schedule of its own length; the learning rate is what was best for the host on another text, and for pictures on MNIST. No other run had met
 these texts and pictures, one seed each; decisions saw a part that trains nothing, and the loss is that of a third part. What a grown run is better by,
 in nats (per byte of text, per picture), mean over the data sets with 95 % intervals, and on how many it is ahead:
 
 {deeper}
 
-Growing beats trying depths with the same FLOPs: the better one of two, or the best of five. It beats the host where compute suffices for a deeper
-one. **It does not beat who doubles the depth from the start**: it saves that guess, and nothing else. Texts differ much; one, a dictionary of pronunciations,
-makes four tenths of the lead over the host with 4e12 FLOPs, and all of it with 1e12.
+On texts growing beats trying depths with the same FLOPs (the better one of two, the best of five), and the host where compute suffices for a deeper
+one; one text, a dictionary of pronunciations, makes four tenths of that lead with 4e12 FLOPs and all of it with 1e12. **Doubling the depth blindly is as
+good there: growing saves that guess.** On pictures the guess is wrong: the host as it is was best in every cell, **so growing does not pay there**; with
+4e12 FLOPs it loses less than doubling on all five. The rate was chosen for the host, which may hurt whatever is deeper, grown runs included.
 
 A model that exists is another matter: it was trained for 2e12 FLOPs to the end of its schedule, and there are as many again. Growing it is compared with
 training it on at the rate that was best for that on another text:
