@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -536,17 +537,26 @@ class Staged(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def deepening(model: nn.Module, x: Tensor, slot: str, epochs: int) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    return esper.attach(model, optimizer, example=x, blueprints=["copy"], controller={slot: "copy"}, epochs=epochs)
+
+
+def rounds(growing: Any, x: Tensor, epochs: int) -> Iterator[Any]:
+    """Reports of epochs of one step."""
+    for _ in range(epochs):
+        growing.optimizer.zero_grad()
+        growing.model(x).square().mean().backward()
+        growing.optimizer.step()
+        yield growing.end_epoch(lambda: -float(growing.model(x).square().mean()))
+
+
 def test_a_configuration_whose_stages_have_no_number_is_left_alone() -> None:
     torch.manual_seed(0)
     model, x = Staged(False, 2, 2, 2), torch.randn(8, 1, 8, 8)
     model.config = SimpleNamespace(depths=[2, 2, 2])  # type: ignore[assignment]
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    growing = esper.attach(model, optimizer, example=x, blueprints=["copy"], controller={"layer3.1": "copy"}, epochs=9)
-    for _ in range(9):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        growing.end_epoch(lambda: -float(model(x).square().mean()))
+    growing = deepening(model, x, "layer3.1", 9)
+    list(rounds(growing, x, 9))
     better = growing.deliver()
     assert len(better.layer3) == 3  # type: ignore[arg-type]
     assert better.config.depths == [2, 2, 2]  # type: ignore[union-attr]
@@ -559,15 +569,10 @@ def test_a_configuration_whose_stages_have_no_number_is_left_alone() -> None:
 def test_blocks_are_found_inside_stages(nested: bool, depths: tuple[int, ...], slots: str) -> None:
     torch.manual_seed(0)
     model, x = Staged(nested, *depths), torch.randn(8, 1, 8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
     *_, last = slots.split()
-    growing = esper.attach(model, optimizer, example=x, blueprints=["copy"], controller={last: "copy"}, epochs=9)
+    growing = deepening(model, x, last, 9)
     assert [place.path for place in growing.places] == slots.split()
-    for _ in range(9):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        growing.end_epoch(lambda: -float(model(x).square().mean()))
+    list(rounds(growing, x, 9))
     better = growing.deliver()
     home, number = last.rpartition(".")[0], int(last.rpartition(".")[2])
     assert not of_esper(better)
@@ -635,20 +640,15 @@ def test_what_stands_beside_others_of_its_class_is_a_block(model: nn.Module, exa
 
 def test_reports_say_how_many_more_flops_training_took() -> None:
     model, x = Staged(False, 2, 2, 2), torch.randn(8, 1, 8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    growing = esper.attach(model, optimizer, example=x, blueprints=["copy"], controller={"layer3.1": "copy"}, epochs=10)
+    growing = deepening(model, x, "layer3.1", 10)
 
     def forward(net: nn.Module) -> int:
         with FlopCounterMode(display=False) as counter:
             net(x)
         return counter.get_total_flops()
 
-    bare, told = forward(model), []
-    for _ in range(10):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        told.append(growing.end_epoch(lambda: -float(model(x).square().mean())).flops)
+    bare = forward(model)
+    told = [report.flops for report in rounds(growing, x, 10)]
     more = forward(growing.deliver()) / bare - 1
     assert told == pytest.approx([more * epoch / 10 for epoch in range(10)]), "it is planted after the first epoch"
 
