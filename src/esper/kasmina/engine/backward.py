@@ -82,20 +82,19 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                 to_shift += tl.sum(grad, 0)
             if sends:
                 if weight >= 0:
-                    grad *= tl.load(weights + weight + place // positions, place < size, 0.0)
+                    grad *= tl.load(weights + weight + place % channels, place < size, 0.0)
                 tilt = tl.sum(grad * value, 1) / size
                 grad = (grad - (tl.sum(grad, 1) / size)[:, None] - value * tilt[:, None]) * inverse[:, None]
                 pass_on(d, sample * d_sample + place, grad, x, sample * x_sample + place, mask, ACT, ADD)
         if weight >= 0 and trains:
-            store_by_channel(w, to_scale, 1, positions, channels, NUMBERS, ROWS)
-            store_by_channel(b, to_shift, 1, positions, channels, NUMBERS, ROWS)
+            store_by_channel(w, to_scale, 1, channels, NUMBERS, ROWS)
+            store_by_channel(b, to_shift, 1, channels, NUMBERS, ROWS)
     elif code == MAP:
         end = count * columns
         if trains:
             if PACKED > 0:
                 to_packed_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias, inputs, outputs, taps,
-                                  wide, height, across, columns, input_step, output_step, out_column_step,
-                                  OUT, PACKED, COLUMNS, ACT, MATRIX, PRECISION)
+                                  wide, height, across, columns, output_step, out_column_step, OUT, PACKED, COLUMNS, ACT, MATRIX, PRECISION)
             else:
                 to_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias, inputs, outputs, taps, wide,
                            height, across, columns, input_step, column_step, output_step, out_column_step,
@@ -112,35 +111,36 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                     grad, sample, place, mask = flat_tile(g, g_sample, start, count, size, NUMBERS, SAMPLES,
                                                           0)
                     if tap >= 0:
-                        position = place % positions
+                        position = place // channels
                         row = position // across + tap // wide - taps // wide // 2
                         along = position % across + tap % wide - wide // 2
                         mask = mask & (row >= 0) & (row < height) & (along >= 0) & (along < across)
-                        source = sample * x_sample + place - position + row * across + along
+                        source = sample * x_sample + place + (row * across + along - position) * channels
                         grad = tl.where(mask, grad * read(x, source, mask, ACT), 0.0)
                     total += alpha * tl.sum(grad, 0)
                 if tap >= 0:
-                    store_by_channel(w + tap, total, taps, positions, channels, NUMBERS, ROWS)
+                    store_by_channel(w + tap, total, taps, channels, NUMBERS, ROWS)
                 else:
-                    store_by_channel(b, total, 1, positions, channels, NUMBERS, ROWS)
+                    store_by_channel(b, total, 1, channels, NUMBERS, ROWS)
         if sends:
             for start in range(0, count * size, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 sample, place, mask = at // size, at % size, at < count * size
-                position, total = place % positions, tl.zeros([BLOCK], tl.float32)
+                position, total = at // channels % positions, tl.zeros([BLOCK], tl.float32)
                 for tap in tl.static_range(0, taps):
                     row = position // across - (tap // wide - taps // wide // 2)
                     along = position % across - (tap % wide - wide // 2)
                     inside = mask & (row >= 0) & (row < height) & (along >= 0) & (along < across)
-                    grad = read(g, sample * g_sample + place - position + row * across + along, inside, 0)
-                    factors = tl.load(weights + weight + place // positions * taps + tap, mask, 0.0)
+                    moved = place + (row * across + along - position) * channels
+                    grad = read(g, sample * g_sample + moved, inside, 0)
+                    factors = tl.load(weights + weight + at % channels * taps + tap, mask, 0.0)
                     total += tl.where(inside, alpha * grad * factors, 0.0)
                 pass_on(d, sample * d_sample + place, total, x, sample * x_sample + place, mask, ACT, ADD)
     elif code == GATE:
         to_weight, to_bias = tl.zeros([NUMBERS], tl.float32), 0.0
         for start in range(0, count, SAMPLES):
             host, sample, place, mask = flat_tile(h, h_sample, start, count, size, NUMBERS, SAMPLES, 0)
-            factors = tl.load(weights + weight + place // positions, place < size, 0.0)
+            factors = tl.load(weights + weight + place % channels, place < size, 0.0)
             gate = tl.sigmoid(tl.sum(host * factors, 1) / positions + tl.load(weights + bias))
             grad = alpha * read(g, sample * g_sample + place, mask, 0)
             value = read(x, sample * x_sample + place, mask, ACT)
@@ -154,7 +154,7 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
                 kept = read(y_grad, spot, mask, 0)
                 tl.store(y_grad + spot, kept + score[:, None] * factors / positions, mask)
         if trains:
-            store_by_channel(w, to_weight, 1, positions, channels, NUMBERS, ROWS)
+            store_by_channel(w, to_weight, 1, channels, NUMBERS, ROWS)
             tl.store(b, to_bias)
     elif code == MODULATE:
         p = tl.arange(0, SPAN)
@@ -162,7 +162,7 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
             at = start + tl.arange(0, SPANS)
             sample, channel, mask = at // channels, at % channels, at < count * channels
             inside = mask[:, None] & (p < positions)[None, :]
-            place = (channel * positions)[:, None] + p[None, :]
+            place = channel[:, None] + (p * channels)[None, :]
             spot = (sample * h_sample)[:, None] + place
             grad = alpha * read(g, (sample * g_sample)[:, None] + place, inside, 0)
             host = read(h, spot, inside, 0)
@@ -177,32 +177,33 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
         after: tl.constexpr = (across + 1) // 2
         tall: tl.constexpr = (height + 1) // 2 if two else 1
         windows: tl.constexpr = channels * tall * after
+        line: tl.constexpr = across * channels
         if sends:
             for start in range(0, count * windows, BLOCK):
                 at = start + tl.arange(0, BLOCK)
-                sample, window, mask = at // windows, at % windows, at < count * windows
-                up, left = window % (tall * after) // after, window % after
+                sample, window, mask = at // windows, at // channels % (tall * after), at < count * windows
+                channel, up, left = at % channels, window // after, window % after
                 whole = mask & (left < across // 2)
                 if two:
                     whole = whole & (up < height // 2)
-                corner = window // (tall * after) * positions + up * (2 if two else 1) * across + left * 2
-                target = window // (tall * after) * (size // channels) + up * (across // 2) + left
+                corner = (up * (2 if two else 1) * across + left * 2) * channels + channel
+                target = (up * (across // 2) + left) * channels + channel
                 source, to = sample * x_sample + corner, sample * d_sample + corner
                 grad = alpha * read(g, sample * g_sample + target, whole, 0)
                 beside = mask & (left * 2 + 1 < across)
-                first, second = read(x, source, mask, 0), read(x, source + 1, beside, 0)
+                first, second = read(x, source, mask, 0), read(x, source + channels, beside, 0)
                 best = larger(activate(first, ACT), activate(second, ACT))
                 if two:
                     below = mask & (up * 2 + 1 < height)
                     corner_below = below & (left * 2 + 1 < across)
-                    third = read(x, source + across, below, 0)
-                    fourth = read(x, source + across + 1, corner_below, 0)
+                    third = read(x, source + line, below, 0)
+                    fourth = read(x, source + line + channels, corner_below, 0)
                     best = larger(best, larger(activate(third, ACT), activate(fourth, ACT)))
                 grad = to_winner(d, to, first, best, grad, whole, mask, ACT, ADD)
-                grad = to_winner(d, to + 1, second, best, grad, whole, beside, ACT, ADD)
+                grad = to_winner(d, to + channels, second, best, grad, whole, beside, ACT, ADD)
                 if two:
-                    grad = to_winner(d, to + across, third, best, grad, whole, below, ACT, ADD)
-                    to_winner(d, to + across + 1, fourth, best, grad, whole, corner_below, ACT, ADD)
+                    grad = to_winner(d, to + line, third, best, grad, whole, below, ACT, ADD)
+                    to_winner(d, to + line + channels, fourth, best, grad, whole, corner_below, ACT, ADD)
     elif sends:
         numbers: tl.constexpr = channels * positions if code == MEAN else size
         for start in range(0, count * numbers, BLOCK):
@@ -210,19 +211,20 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
             sample, place, mask = at // numbers, at % numbers, at < count * numbers
             source = sample * x_sample + place
             if code == MEAN:
-                grad = alpha * read(g, sample * g_sample + place // positions, mask, 0) / positions
+                grad = alpha * read(g, sample * g_sample + at % channels, mask, 0) / positions
             else:
                 grad = alpha * read(g, sample * g_sample + place, mask, 0)
             if code == GLU:
-                value, gate = read(x, source, mask, 0), tl.sigmoid(read(x, source + size, mask, 0))
-                pass_on(d, sample * d_sample + size + place, grad * value * gate * (1 - gate), x, source,
+                place += at // channels % positions * channels
+                source = sample * x_sample + place
+                value, gate = read(x, source, mask, 0), tl.sigmoid(read(x, source + channels, mask, 0))
+                pass_on(d, sample * d_sample + channels + place, grad * value * gate * (1 - gate), x, source,
                         mask, 0, ADD)
                 grad *= gate
             pass_on(d, sample * d_sample + place, grad, x, source, mask, ACT if code != GLU else 0, ADD)
 
 
-@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "rows", "width", "x_row", "x_sample",
-                               "g_row", "g_sample", "h_row", "h_sample", "d_row", "d_sample", "slots"])
+@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "rows", "width", "slots"])
 def backward(x, x_rows, x_row, x_sample, h, h_rows, h_row, h_sample, y_grad, g, g_row, g_sample, d, d_row,
              d_sample, weights, width, grads, rows, table, level, levels, kinds, flags, env, alphas, slots,
              batch, per, OPS: tl.constexpr, COUNT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr,

@@ -249,7 +249,8 @@ class Engine:
         return losses.detach()
 
     def _read(self, x: Tensor) -> None:
-        self.x[: x.shape[1], : len(x)].copy_(x.flatten(2).transpose(0, 1))
+        into = self.x[: x.shape[1], : len(x)].unflatten(2, (-1, x.shape[2]))
+        into.copy_(x.reshape(*x.shape[:3], -1).permute(1, 0, 3, 2))
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Train the rows that are wired on a batch; their losses [R] before it."""

@@ -20,6 +20,7 @@ from esper.kasmina.engine.tiles import (
     map_weights,
     normalised,
     packed_columns,
+    packed_weights,
     put,
     read,
     tap_columns,
@@ -63,7 +64,7 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
             value, sample, place, mask = flat_tile(x, x_sample, start, count, size, NUMBERS, SAMPLES, ACT)
             value, _ = normalised(value, mask, size)
             if weight >= 0:
-                at, inside = place // positions, place < size
+                at, inside = place % channels, place < size
                 value = value * tl.load(w + at, inside, 0.0) + tl.load(b + at, inside, 0.0)
             put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST)
     elif code == MAP:
@@ -75,8 +76,10 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
                 if PACKED > 0:
                     k = tl.arange(0, PACKED)
                     value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across,
-                                           columns, input_step, ACT)
-                    matrix = map_weights(w, j, k, 0, outputs, inputs * taps, 1, MATRIX)
+                                           columns, ACT)
+                    at = (j * (inputs * taps))[:, None] + packed_weights(k, inputs, taps)[None, :]
+                    mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
+                    matrix = tl.load(w + at, mask, 0.0).to(MATRIX)
                     total = tl.dot(matrix, value.to(MATRIX), total, input_precision=PRECISION)
                 else:
                     for tap in range(0, taps):
@@ -94,7 +97,7 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
     elif code == GATE:
         for start in range(0, count, SAMPLES):
             host, sample, place, mask = flat_tile(h, h_sample, start, count, size, NUMBERS, SAMPLES, 0)
-            factors = tl.load(w + place // positions, place < size, 0.0)
+            factors = tl.load(w + place % channels, place < size, 0.0)
             gate = tl.sigmoid(tl.sum(host * factors, 1) / positions + tl.load(b))
             value = read(x, sample * x_sample + place, mask, ACT) * gate[:, None]
             put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST)
@@ -104,7 +107,7 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
             at = start + tl.arange(0, SPANS)
             sample, channel, mask = at // channels, at % channels, at < count * channels
             inside = mask[:, None] & (p < positions)[None, :]
-            source = (sample * x_sample + channel * positions)[:, None] + p[None, :]
+            source = (sample * x_sample + channel)[:, None] + (p * channels)[None, :]
             mean = tl.sum(tl.where(inside, read(x, source, inside, ACT), 0.0), 1) / positions
             put(o, o_sample, h, h_sample, y, alpha, sample, channel, mean, mask, LAST)
     else:
@@ -113,39 +116,40 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
             sample, place, mask = at // size, at % size, at < count * size
             source = sample * x_sample + place
             if code == DEPTHWISE:
-                channel, position = place // positions, place % positions
+                channel, position = at % channels, at // channels % positions
                 value = tl.zeros([BLOCK], tl.float32)
                 for tap in tl.static_range(0, taps):
                     row = position // across + tap // wide - taps // wide // 2
                     along = position % across + tap % wide - wide // 2
                     inside = mask & (row >= 0) & (row < height) & (along >= 0) & (along < across)
-                    moved = read(x, source - position + row * across + along, inside, ACT)
+                    moved = read(x, source + (row * across + along - position) * channels, inside, ACT)
                     value += tl.where(inside, moved * tl.load(w + channel * taps + tap, mask, 0.0), 0.0)
                 if bias >= 0:
                     value += tl.load(b + channel, mask, 0.0)
             elif code == GLU:
-                value = read(x, source, mask, 0) * tl.sigmoid(read(x, source + size, mask, 0))
+                source += at // channels % positions * channels  # behind the values of a position are its gates
+                value = read(x, source, mask, 0) * tl.sigmoid(read(x, source + channels, mask, 0))
             elif code == POOL:
-                behind: tl.constexpr = size // channels
                 after: tl.constexpr = across // 2
                 two: tl.constexpr = height > 1
-                position = place % behind
-                corner = position // after * across * (2 if two else 1) + position % after * 2
-                corner += sample * x_sample + place // behind * positions
-                value = larger(read(x, corner, mask, ACT), read(x, corner + 1, mask, ACT))
+                line: tl.constexpr = across * channels
+                position = at // channels % (size // channels)
+                corner = position // after * line * (2 if two else 1) + position % after * (2 * channels)
+                corner += sample * x_sample + at % channels
+                value = larger(read(x, corner, mask, ACT), read(x, corner + channels, mask, ACT))
                 if two:
-                    low = larger(read(x, corner + across, mask, ACT), read(x, corner + across + 1, mask, ACT))
+                    corner += line
+                    low = larger(read(x, corner, mask, ACT), read(x, corner + channels, mask, ACT))
                     value = larger(value, low)
             elif code == MODULATE:
-                value = read(x, sample * x_sample + place // positions, mask, ACT)
+                value = read(x, sample * x_sample + at % channels, mask, ACT)
                 value *= read(h, sample * h_sample + place, mask, 0)
             else:
                 value = read(x, source, mask, ACT)
             put(o, o_sample, h, h_sample, y, alpha, sample, place, value, mask, LAST)
 
 
-@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "width", "size", "x_row", "x_sample",
-                               "o_row", "o_sample", "h_row", "h_sample", "slots"])
+@triton.jit(do_not_specialize=["level", "levels", "batch", "per", "width", "size", "slots"])
 def forward(x, x_rows, x_row, x_sample, o, o_row, o_sample, h, h_rows, h_row, h_sample, y, weights, width,
             table, level, levels, kinds, env, alphas, slots, size, batch, per, OPS: tl.constexpr,
             COUNT: tl.constexpr, BLEND: tl.constexpr, FIRST: tl.constexpr, MATRIX: tl.constexpr,

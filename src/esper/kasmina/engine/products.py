@@ -6,14 +6,13 @@ Sizes are those of the op, in the names of `backward.one_op`.
 import triton
 import triton.language as tl
 
-from esper.kasmina.engine.tiles import map_weights, packed_columns, pass_on, tap_columns
+from esper.kasmina.engine.tiles import map_weights, packed_columns, packed_weights, pass_on, tap_columns
 
 
 @triton.jit
 def to_packed_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias: tl.constexpr, inputs: tl.constexpr,
                       outputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr, height: tl.constexpr,
-                      across: tl.constexpr, columns: tl.constexpr, input_step: tl.constexpr,
-                      output_step: tl.constexpr, out_column_step: tl.constexpr, OUT: tl.constexpr,
+                      across: tl.constexpr, columns: tl.constexpr, output_step: tl.constexpr, out_column_step: tl.constexpr, OUT: tl.constexpr,
                       PACKED: tl.constexpr, COLUMNS: tl.constexpr, ACT: tl.constexpr, MATRIX: tl.constexpr,
                       PRECISION: tl.constexpr):
     """All taps of all inputs at once."""
@@ -27,10 +26,11 @@ def to_packed_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias: tl.const
                                out_column_step, 0)
             shift += tl.sum(grad, 1)
             value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
-                                   input_step, ACT).to(MATRIX)
+                                   ACT).to(MATRIX)
             total = tl.dot(grad.to(MATRIX), tl.trans(value), total, input_precision=PRECISION)
         mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
-        tl.store(w + (j * (inputs * taps))[:, None] + k[None, :], alpha * total, mask)
+        at = (j * (inputs * taps))[:, None] + packed_weights(k, inputs, taps)[None, :]
+        tl.store(w + at, alpha * total, mask)
         if bias >= 0:
             tl.store(b + j, alpha * shift, j < outputs)
 

@@ -1,7 +1,7 @@
 """Modules as data: a plain module becomes a list of ops that one kernel reads, for every row its own.
 
-An op turns the numbers of a sample, [C, *extent] flattened, into those of the next op. Between ops lie values
-before their activation: whoever reads them applies it.
+An op turns the numbers of a sample, [*extent, C] flattened, into those of the next op: channels lie last, so that
+neighbours are read together. Between ops lie values before their activation: whoever reads them applies it.
 """
 
 import functools
@@ -145,7 +145,7 @@ def _conv(layer: Any, prefix: str, to: _Writer) -> None:
     to.channels = layer.out_channels
     to.ask(prefix)
     to.add(Code.MAP, prefix, inputs=layer.in_channels, outputs=layer.out_channels, columns=to.positions,
-           input_stride=to.positions, output_stride=to.positions, **taps)
+           column_stride=layer.in_channels, output_column_stride=layer.out_channels, **taps)
 
 
 def _linear(layer: Any, prefix: str, to: _Writer) -> None:
@@ -157,8 +157,8 @@ def _linear(layer: Any, prefix: str, to: _Writer) -> None:
         to.extent = (outputs,)
     else:
         to.channels = outputs
-    to.add(Code.MAP, prefix, inputs=inputs, outputs=outputs, columns=columns, column_stride=inputs,
-           output_column_stride=outputs, height=1, width=columns)
+    step = columns if to.extent else 1
+    to.add(Code.MAP, prefix, inputs=inputs, outputs=outputs, columns=columns, input_stride=step, output_stride=step)
 
 
 def _norm(layer: Any, prefix: str, to: _Writer) -> None:
@@ -202,7 +202,7 @@ def _glu(layer: Any, prefix: str, to: _Writer) -> None:
 
 
 def _flatten(layer: Any, prefix: str, to: _Writer) -> None:
-    if layer.start_dim != 1 or layer.end_dim != -1:
+    if layer.start_dim != 1 or layer.end_dim != -1 or (to.channels > 1 and to.positions > 1):
         raise _Unknown
     to.channels, to.extent = to.channels * to.positions, ()
 

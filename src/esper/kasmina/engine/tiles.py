@@ -46,13 +46,12 @@ def within(i, SIZE: tl.constexpr):
 
 @triton.jit
 def packed_columns(x, stride, k, n, end, inputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr,
-                   height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr,
-                   input_step: tl.constexpr, ACT: tl.constexpr):
-    """[k, n]: what inputs and taps k, all in one row, read for columns n; 0 outside. For few inputs. What
+                   height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, ACT: tl.constexpr):
+    """[k, n]: what taps and inputs k, all in one row, read for columns n; 0 outside. For few inputs. What
     there is no k or no n for lies far outside."""
-    tap, place = k % taps, n % columns
+    tap, place = k // inputs, n % columns
     down, right = tap // wide - taps // wide // 2, tap % wide - wide // 2
-    at = (n // columns * stride + place)[None, :] + (k // taps * input_step + down * across + right)[:, None]
+    at = (n // columns * stride + place * inputs)[None, :] + (k + (down * across + right - tap) * inputs)[:, None]
     along = tl.where(n < end, place % across, -FAR)
     inside = within(along[None, :] + tl.where(k < inputs * taps, right, 2 * FAR)[:, None], across)
     if taps > wide:
@@ -71,8 +70,14 @@ def tap_columns(x, stride, i, n, end, tap, inputs: tl.constexpr, taps: tl.conste
         down, right = tap // wide - taps // wide // 2, tap % wide - wide // 2
         row, along = place // across + down, place % across + right
         inside = inside & (row >= 0) & (row < height) & (along >= 0) & (along < across)
-        at += down * across + right
+        at += (down * across + right) * column_step
     return read(x, at[None, :] + (i * input_step)[:, None], inside[None, :] & (i < inputs)[:, None], ACT)
+
+
+@triton.jit
+def packed_weights(k, inputs: tl.constexpr, taps: tl.constexpr):
+    """Where the weight of each k lies."""
+    return k % inputs * taps + k // inputs
 
 
 @triton.jit
@@ -147,9 +152,8 @@ def to_winner(d, at, before, best, grad, whole, mask, ACT: tl.constexpr, ADD: tl
 
 
 @triton.jit
-def store_by_channel(to, values, step, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ROUND: tl.constexpr,
-                     ROWS: tl.constexpr):
+def store_by_channel(to, values, step, CHANNELS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr):
     """Add up a sample's numbers [ROUND] channel by channel, and write the sums, `step` apart."""
     c, place = tl.arange(0, ROWS), tl.arange(0, ROUND)
-    mine = (place // POSITIONS)[None, :] == c[:, None]
+    mine = (place % CHANNELS)[None, :] == c[:, None]
     tl.store(to + c * step, tl.sum(tl.where(mine, values[None, :], 0.0), 1), c < CHANNELS)
