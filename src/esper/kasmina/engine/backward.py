@@ -94,7 +94,8 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
         if trains:
             if PACKED > 0:
                 to_packed_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias, inputs, outputs, taps,
-                                  wide, height, across, columns, output_step, out_column_step, OUT, PACKED, COLUMNS, ACT, MATRIX, PRECISION)
+                                  wide, height, across, columns, input_step, column_step, output_step,
+                                  out_column_step, OUT, PACKED, COLUMNS, ACT, MATRIX, PRECISION)
             else:
                 to_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias, inputs, outputs, taps, wide,
                            height, across, columns, input_step, column_step, output_step, out_column_step,

@@ -142,7 +142,7 @@ class Engine:
         self.out_grad = [buffer(place.size) for place in self.places if place.slot >= 0]  # by slot
         widest = max(size for place in self.places for size in place.sizes)
         self.between = [buffer(widest), buffer(widest)]  # gradients inside a place
-        pieces = max(1, min(8, PROGRAMS // total, self.batch // 8))
+        pieces = max(1, min(16, PROGRAMS // self.rows, self.batch // 8))
         self.per = -(-self.batch // pieces)
         self.chunks = -(-self.batch // self.per)
         self.grads = [torch.zeros(self.chunks, *bank.weights.shape, device=device) for bank in self.banks]
@@ -249,8 +249,7 @@ class Engine:
         return losses.detach()
 
     def _read(self, x: Tensor) -> None:
-        into = self.x[: x.shape[1], : len(x)].unflatten(2, (-1, x.shape[2]))
-        into.copy_(x.reshape(*x.shape[:3], -1).permute(1, 0, 3, 2))
+        self.x[: x.shape[1], : len(x)].copy_(x.flatten(2).transpose(0, 1))
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Train the rows that are wired on a batch; their losses [R] before it."""

@@ -53,8 +53,8 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
     SAMPLES: tl.constexpr = OPS[AT + 20]
     OUT: tl.constexpr = OPS[AT + 21]
     SPAN: tl.constexpr = OPS[AT + 22]
-    PACKED: tl.constexpr = OPS[AT + 23]
-    COLUMNS: tl.constexpr = OPS[AT + 24]
+    PACKED: tl.constexpr = OPS[AT + 28]
+    COLUMNS: tl.constexpr = OPS[AT + 29]
     IN: tl.constexpr = OPS[AT + 26]
     SPANS: tl.constexpr = OPS[AT + 27]
     LAST: tl.constexpr = BLEND and last
@@ -76,7 +76,7 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
                 if PACKED > 0:
                     k = tl.arange(0, PACKED)
                     value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across,
-                                           columns, ACT)
+                                           columns, input_step, column_step, ACT)
                     at = (j * (inputs * taps))[:, None] + packed_weights(k, inputs, taps)[None, :]
                     mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
                     matrix = tl.load(w + at, mask, 0.0).to(MATRIX)

@@ -12,9 +12,10 @@ from esper.kasmina.engine.tiles import map_weights, packed_columns, packed_weigh
 @triton.jit
 def to_packed_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias: tl.constexpr, inputs: tl.constexpr,
                       outputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr, height: tl.constexpr,
-                      across: tl.constexpr, columns: tl.constexpr, output_step: tl.constexpr, out_column_step: tl.constexpr, OUT: tl.constexpr,
-                      PACKED: tl.constexpr, COLUMNS: tl.constexpr, ACT: tl.constexpr, MATRIX: tl.constexpr,
-                      PRECISION: tl.constexpr):
+                      across: tl.constexpr, columns: tl.constexpr, input_step: tl.constexpr,
+                      column_step: tl.constexpr, output_step: tl.constexpr, out_column_step: tl.constexpr,
+                      OUT: tl.constexpr, PACKED: tl.constexpr, COLUMNS: tl.constexpr, ACT: tl.constexpr,
+                      MATRIX: tl.constexpr, PRECISION: tl.constexpr):
     """All taps of all inputs at once."""
     k = tl.arange(0, PACKED)
     for block in tl.static_range(0, outputs, OUT):
@@ -26,7 +27,7 @@ def to_packed_weights(x, x_sample, g, g_sample, w, b, alpha, end, bias: tl.const
                                out_column_step, 0)
             shift += tl.sum(grad, 1)
             value = packed_columns(x, x_sample, k, n, end, inputs, taps, wide, height, across, columns,
-                                   ACT).to(MATRIX)
+                                   input_step, column_step, ACT).to(MATRIX)
             total = tl.dot(grad.to(MATRIX), tl.trans(value), total, input_precision=PRECISION)
         mask = (j < outputs)[:, None] & (k < inputs * taps)[None, :]
         at = (j * (inputs * taps))[:, None] + packed_weights(k, inputs, taps)[None, :]

@@ -62,22 +62,28 @@ class Op(NamedTuple):
     samples_tile: int = 1
     outputs_tile: int = 16
     positions_tile: int = 1
-    packed: int = 0  # inputs and taps in one row; 0 is one tap after the other
+    packed: int = 0  # backward: inputs and taps in one row; 0 is one tap after the other
     columns_tile: int = 64
     channels_tile: int = 1
     inputs_tile: int = 16
     spans_tile: int = 1  # channels of samples, with all their positions
+    packed_forward: int = 0
+    columns_tile_forward: int = 64
 
     def tiled(self) -> "Op":
         """With the tiles that its sizes ask for."""
         whole, inner, outer = _power(self.size), _power(self.inputs, 16), _power(self.outputs, 16)
-        packed = _power(self.inputs * self.taps, 16)
+        inputs, outputs, packed = min(inner, 64), min(outer, 64), _power(self.inputs * self.taps, 16)
+        packed = packed if packed <= 128 and packed < self.taps * inner else 0
+        forward = packed if packed <= 64 else 0
         return self._replace(
             numbers_tile=whole, samples_tile=max(1, 2048 // whole), positions_tile=_power(self.positions),
-            channels_tile=_power(self.channels), inputs_tile=min(inner, 64), outputs_tile=min(outer, 64),
+            channels_tile=_power(self.channels), inputs_tile=inputs, outputs_tile=outputs,
             spans_tile=max(8, min(1024, 2048 // _power(self.positions))),
-            columns_tile=max(64, min(128, 4096 // max(min(inner, 64), min(outer, 64)))),
-            packed=packed if packed <= 64 and packed < self.taps * inner else 0)
+            packed=packed, columns_tile=max(64, min(128, 4096 // max(packed, inputs, outputs))),
+            packed_forward=forward,
+            columns_tile_forward=max(64, min(128 if forward or self.columns < 64 else 256,
+                                             8192 // max(forward, inputs, outputs))))
 
 
 FIELDS = len(Op._fields)
@@ -100,6 +106,8 @@ class _Writer:
     channels: int
     extent: tuple[int, ...]
     ops: list[Op] = field(default_factory=list)
+    planar: bool = False
+    """Does the first op read [C, *extent], as users bring samples? Of few channels that is faster, too."""
     act: int = 0
     """Activation of what the last op wrote, still to be applied."""
 
@@ -119,13 +127,15 @@ class _Writer:
             raise _Unknown
 
     def add(self, code: Code, prefix: str, **values: int) -> None:
+        if self.planar and code is not Code.MAP:
+            raise _Unknown
         values = {"channels": self.channels, "positions": self.positions} | values
         height, width = (1, 1, *self.extent)[-2:]
         size = self.channels * self.positions
         parameters = {"weight": self.place(prefix + "weight"), "bias": self.place(prefix + "bias")}
         self.ops.append(Op(code, self.act, **{**parameters, "height": height, "width": width, "size": size,
                                               **values}))
-        self.act = 0
+        self.act, self.planar = 0, False
 
 
 def _product(extent: tuple[int, ...]) -> int:
@@ -144,12 +154,13 @@ def _conv(layer: Any, prefix: str, to: _Writer) -> None:
         raise _Unknown
     to.channels = layer.out_channels
     to.ask(prefix)
+    steps = (to.positions, 1) if to.planar else (1, layer.in_channels)
     to.add(Code.MAP, prefix, inputs=layer.in_channels, outputs=layer.out_channels, columns=to.positions,
-           column_stride=layer.in_channels, output_column_stride=layer.out_channels, **taps)
+           input_stride=steps[0], column_stride=steps[1], output_column_stride=layer.out_channels, **taps)
 
 
 def _linear(layer: Any, prefix: str, to: _Writer) -> None:
-    if len(to.extent) > 1:
+    if len(to.extent) > 1 or (to.extent and to.planar):
         raise _Unknown
     to.ask(prefix)
     columns, inputs, outputs = (to.channels if to.extent else 1), layer.in_features, layer.out_features
@@ -251,12 +262,13 @@ def _write(module: nn.Module, prefix: str, to: _Writer) -> None:
     rule(module, prefix, to)
 
 
-def program_of(module: nn.Module, shape: SlotShape, layout: Layout, prefix: str = "") -> list[Op] | None:
+def program_of(module: nn.Module, shape: SlotShape, layout: Layout, prefix: str = "",
+               planar: bool = False) -> list[Op] | None:
     """The ops of a module on samples of this shape; None if any of its layers has no op.
 
     `layout` is of the whole that the module is a part of, `prefix` its name there.
     """
-    to = _Writer(layout, shape.channels, shape.extent)
+    to = _Writer(layout, shape.channels, shape.extent, planar=planar)
     try:
         _write(module, prefix, to)
     except _Unknown:
@@ -308,7 +320,7 @@ def programs_of(host: Host, prototypes: tuple[tuple[Prototype, ...], ...], style
     shapes = [SlotShape(host.inputs[0], host.inputs[1:]), *host.slots.shapes]
     parts = [*host.template.stages, host.template.head]  # type: ignore[misc]
     names = [*(f"stages.{i}." for i in range(host.stages)), "head."]
-    fixed = [program_of(part, shape, host.layout, name)
+    fixed = [program_of(part, shape, host.layout, name, name == names[0])
              for part, shape, name in zip(parts, shapes, names, strict=True)]
     kinds = torch.full((len(prototypes), len(prototypes[0]), len(Style)), -2)
     seeds: list[list[list[Op]]] = [[] for _ in prototypes]

@@ -10,7 +10,7 @@ import triton.language as tl
 from esper.kasmina.engine.program import FIELDS, Code
 
 NORM, MAP, DEPTHWISE, MEAN, GLU, POOL, MODULATE, ACTIVATE, GATE = (tl.constexpr(int(c)) for c in Code)
-assert FIELDS == 28, "the kernels read the fields of an op by their places"
+assert FIELDS == 30, "the kernels read the fields of an op by their places"
 WIDE = tl.constexpr(FIELDS)
 EPS = tl.constexpr(1e-5)
 BLOCK = tl.constexpr(1024)
@@ -46,12 +46,14 @@ def within(i, SIZE: tl.constexpr):
 
 @triton.jit
 def packed_columns(x, stride, k, n, end, inputs: tl.constexpr, taps: tl.constexpr, wide: tl.constexpr,
-                   height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr, ACT: tl.constexpr):
+                   height: tl.constexpr, across: tl.constexpr, columns: tl.constexpr,
+                   input_step: tl.constexpr, column_step: tl.constexpr, ACT: tl.constexpr):
     """[k, n]: what taps and inputs k, all in one row, read for columns n; 0 outside. For few inputs. What
     there is no k or no n for lies far outside."""
     tap, place = k // inputs, n % columns
     down, right = tap // wide - taps // wide // 2, tap % wide - wide // 2
-    at = (n // columns * stride + place * inputs)[None, :] + (k + (down * across + right - tap) * inputs)[:, None]
+    shift = k % inputs * input_step + (down * across + right) * column_step
+    at = (n // columns * stride + place * column_step)[None, :] + shift[:, None]
     along = tl.where(n < end, place % across, -FAR)
     inside = within(along[None, :] + tl.where(k < inputs * taps, right, 2 * FAR)[:, None], across)
     if taps > wide:
@@ -154,6 +156,10 @@ def to_winner(d, at, before, best, grad, whole, mask, ACT: tl.constexpr, ADD: tl
 @triton.jit
 def store_by_channel(to, values, step, CHANNELS: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr):
     """Add up a sample's numbers [ROUND] channel by channel, and write the sums, `step` apart."""
-    c, place = tl.arange(0, ROWS), tl.arange(0, ROUND)
-    mine = (place % CHANNELS)[None, :] == c[:, None]
-    tl.store(to + c * step, tl.sum(tl.where(mine, values[None, :], 0.0), 1), c < CHANNELS)
+    c = tl.arange(0, ROWS)
+    if CHANNELS == ROWS:
+        sums = tl.sum(tl.reshape(values, [ROUND // ROWS, ROWS]), 0)
+    else:
+        mine = (tl.arange(0, ROUND) % CHANNELS)[None, :] == c[:, None]
+        sums = tl.sum(tl.where(mine, values[None, :], 0.0), 1)
+    tl.store(to + c * step, sums, c < CHANNELS)
