@@ -58,7 +58,7 @@ def one_op(x, x_sample, h, h_sample, y_grad, g, g_sample, d, d_sample, weights, 
     OUT: tl.constexpr = OPS[AT + 21]
     SPAN: tl.constexpr = OPS[AT + 22]
     PACKED: tl.constexpr = OPS[AT + 23]
-    COLUMNS: tl.constexpr = OPS[AT + 24]
+    COLUMNS: tl.constexpr = OPS[AT + 24] // (2 if PRECISION == "tf32x3" else 1)  # or registers run out
     ROWS: tl.constexpr = OPS[AT + 25]
     IN: tl.constexpr = OPS[AT + 26]
     SPANS: tl.constexpr = OPS[AT + 27]

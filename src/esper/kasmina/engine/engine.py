@@ -24,6 +24,9 @@ from esper.kasmina.stepping import capturing
 
 PROGRAMS = 4096
 """Programs of a launch that keep a device busy; few rows are split by samples to come near it."""
+PART = 65536
+"""Numbers of a value that are worth a program of their own in any case: rows hold seeds of unlike cost, and
+nobody should wait long for the last."""
 
 
 class _Place:
@@ -142,7 +145,8 @@ class Engine:
         self.out_grad = [buffer(place.size) for place in self.places if place.slot >= 0]  # by slot
         widest = max(size for place in self.places for size in place.sizes)
         self.between = [buffer(widest), buffer(widest)]  # gradients inside a place
-        pieces = max(1, min(16, PROGRAMS // self.rows, self.batch // 8))
+        pieces = max(min(8, PROGRAMS // total), min(16, self.batch * widest // PART))
+        pieces = max(1, min(pieces, self.batch // 8))
         self.per = -(-self.batch // pieces)
         self.chunks = -(-self.batch // self.per)
         self.grads = [torch.zeros(self.chunks, *bank.weights.shape, device=device) for bank in self.banks]

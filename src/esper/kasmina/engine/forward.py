@@ -127,7 +127,7 @@ def one_op(x, x_sample, o, o_sample, h, h_sample, y, weights, alpha, count, OPS:
                 if bias >= 0:
                     value += tl.load(b + channel, mask, 0.0)
             elif code == GLU:
-                source += at // channels % positions * channels  # behind the values of a position are its gates
+                source += at // channels % positions * channels  # a position has values, then gates
                 value = read(x, source, mask, 0) * tl.sigmoid(read(x, source + channels, mask, 0))
             elif code == POOL:
                 after: tl.constexpr = across // 2

@@ -1,6 +1,6 @@
 """Modules as data: a plain module becomes a list of ops that one kernel reads, for every row its own.
 
-An op turns the numbers of a sample, [*extent, C] flattened, into those of the next op: channels lie last, so that
+An op turns the numbers of a sample, [*extent, C] flattened, into those of the next op: with channels last,
 neighbours are read together. Between ops lie values before their activation: whoever reads them applies it.
 """
 
@@ -169,7 +169,8 @@ def _linear(layer: Any, prefix: str, to: _Writer) -> None:
     else:
         to.channels = outputs
     step = columns if to.extent else 1
-    to.add(Code.MAP, prefix, inputs=inputs, outputs=outputs, columns=columns, input_stride=step, output_stride=step)
+    to.add(Code.MAP, prefix, inputs=inputs, outputs=outputs, columns=columns, input_stride=step,
+           output_stride=step)
 
 
 def _norm(layer: Any, prefix: str, to: _Writer) -> None:
