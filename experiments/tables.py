@@ -738,8 +738,7 @@ depends on who else uses the cores. {store}
 
 {gpu}![Seconds and memory of a host-epoch by rows](scaling-h200.svg)
 
-Time for a host-epoch falls with the rows until the device is busy; memory grows in proportion (2,048 and 4,096 rows were not
-reached within the time that there was).
+Time for a host-epoch falls from 64 to 4,096 rows; the device is then busy 95 % of the time. Memory grows in proportion.
 
 ## What to know before comparing
 
@@ -760,12 +759,17 @@ reached within the time that there was).
 - On CUDA hosts and seeds whose layers have an op (`kasmina/engine/program.py`: those of `mlp`, `conv1d` and `cnn`, and seeds of
   your own that are made of such layers) run by the engine: the same launches in every step, captured once. Others, in float64 too,
   run by the general path, which is captured in every epoch: many small kernels bound it.
-- What bounds the engine, by a profile of the `cnn` step (17.2 ms; 2026-11-18, a44d716; the script is not kept). Counting what the
-  launches read and write, 32,768 samples move some 13 GB: 3 ms at the 4.3 TB/s that a copy reaches. Products of hosts take 5.3 ms,
-  those and all else of seeds 7.4 ms, pools 2.2 ms, norms 1.9 ms, the update 0.3 ms. Products of hosts load 1.5 million million
-  numbers a second, which leaves some eighteen instructions for each: single loads of two bytes, masked at the border. Fewer warps, cheaper indices and
-  fewer loads in pools changed nothing beyond 3 %; a border of zeros around stored images, so that neighbouring numbers could be
-  loaded together without masks, would be next.
+- What bounds the engine, by a profile of the `cnn` step (11.4 ms; the first rows of `top` in the file). Counting what the launches
+  read and write, 32,768 samples move some 13 GB: 3 ms at the 4.3 TB/s that a copy reaches. It was 17.2 ms while channels came first
+  in a sample: neighbours in memory were then neighbours of a picture, of which a tap reads every alignment, so all loads were
+  single ones of two bytes. With channels last, and strides that kernels are compiled for, a load brings eight numbers. Launches of
+  more and smaller programs, and one product for all taps of few inputs backward, did the rest. Tried without gain: 2 or 8 warps for
+  all, pipelined loads, fewer registers. The first convolution (1.3 ms; its three inputs are read singly) and the norm behind it
+  backward (0.6 ms; it spills) are next.
+- With float32 hosts (three products of TF32 for one) registers bind: half as many columns in a tile backward made a step of 192
+  `conv1d` hosts 10 % faster.
+- Several processes on one GPU do not pay: with 512 `mlp` rows one process plays 7,842 host-epochs a second as one shard; as four
+  shards 3,012, and 3,238 with two processes that share the device ([scale](scale.md)).
 """
 
 
