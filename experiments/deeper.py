@@ -174,17 +174,17 @@ def steps_of(data: Data, blocks: int, flops: float) -> int:
     return int(flops / (0.95 * step_flops(data, 2 * blocks))) // EPOCHS * EPOCHS
 
 
-def static(data: Data, blocks: int, seed: int, flops: float) -> dict[str, Any]:
-    run = Run(data, blocks, seed, int(flops / step_flops(data, blocks)))
+def static(data: Data, blocks: int, seed: int, flops: float, lr: float = LR) -> dict[str, Any]:
+    run = Run(data, blocks, seed, int(flops / step_flops(data, blocks)), lr=lr)
     run.go(run.left)
     return run.result(blocks=blocks)
 
 
-def halving(data: Data, seed: int, flops: float) -> dict[str, Any]:
+def halving(data: Data, seed: int, flops: float, depths: Sequence[int] = DEPTHS, rungs: Sequence[int] = RUNGS, lr: float = LR) -> dict[str, Any]:
     """Schedules are as long as the last one's training will be."""
-    parts = [flops / len(RUNGS) / alive for alive in RUNGS]
-    runs = [Run(data, blocks, seed, int(sum(parts) / step_flops(data, blocks))) for blocks in DEPTHS]
-    for alive, part in zip(RUNGS, parts, strict=True):
+    parts = [flops / len(rungs) / alive for alive in rungs]
+    runs = [Run(data, blocks, seed, int(sum(parts) / step_flops(data, blocks)), lr=lr) for blocks in depths]
+    for alive, part in zip(rungs, parts, strict=True):
         runs = sorted(runs, key=Run.score)[:alive] if alive < len(runs) else runs
         for run in runs:
             run.go(int(part / run.step_flops))
@@ -226,18 +226,18 @@ def read(folder: Path, name: str) -> bytes:
         return b"".join(file.read() for entry in found if (file := held.extractfile(entry)))[:MOST]
 
 
-def compared(cells: list[dict[str, Any]], arm: str) -> dict[str, float]:
-    """What the grown run is better by, in nats; 95 % intervals over texts."""
-    by_text = [statistics.fmean(cell["arms"][arm]["loss"] - cell["arms"]["grown"]["loss"] for cell in cells if cell["text"] == text)
+def compared(cells: list[dict[str, Any]], arm: str, ours: str = "grown") -> dict[str, float]:
+    """What our run is better by, in nats; 95 % intervals over texts."""
+    by_text = [statistics.fmean(cell["arms"][arm]["loss"] - cell["arms"][ours]["loss"] for cell in cells if cell["text"] == text)
                for text in sorted({cell["text"] for cell in cells})]
-    student = {5: 2.78, 10: 2.26}[len(by_text)]
+    student = {3: 4.30, 5: 2.78, 10: 2.26, 12: 2.20}[len(by_text)]
     return {"better by": statistics.fmean(by_text), "error": student * statistics.stdev(by_text) / math.sqrt(len(by_text)),
             "texts ahead": sum(value > 0 for value in by_text)}
 
 
-def run(description: str | None, name: str, play: Callable[..., dict[str, Any]], cells: Sequence[tuple[str, str, int]],
-        arms: Sequence[str]) -> None:
-    """The command of an experiment: it plays each cell (regime, text, seed), and writes what the arms did and how they compare."""
+def play_all(description: str | None, name: str, play: Callable[..., dict[str, Any]],
+             cells: Sequence[tuple[str, str, int]]) -> tuple[argparse.Namespace, list[dict[str, Any]]]:
+    """The command of an experiment plays each cell (regime, text, seed); returns its options and what was played."""
     made: argparse.ArgumentParser = parser(description)
     made.add_argument("folder", metavar="FOLDER")
     made.add_argument("--workers", type=int, default=1)
@@ -246,8 +246,14 @@ def run(description: str | None, name: str, play: Callable[..., dict[str, Any]],
     options.cache.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(options.workers) as pool:
-        played = list(pool.map(play, *zip(*((text, options.folder, regime, seed, str(options.cache)) for regime, text, seed in cells),
-                                          strict=True)))
+        return options, list(pool.map(play, *zip(*((text, options.folder, regime, seed, str(options.cache))
+                                                   for regime, text, seed in cells), strict=True)))
+
+
+def run(description: str | None, name: str, play: Callable[..., dict[str, Any]], cells: Sequence[tuple[str, str, int]],
+        arms: Sequence[str]) -> None:
+    """Writes what the arms did and how they compare."""
+    options, played = play_all(description, name, play, cells)
     groups = {regime: [cell for cell in played if cell["regime"] == regime] for regime, _, _ in cells} | {"all": played}
     write(options, name, {"cells": played, "compared": {
         group: {arm: compared(some, arm) for arm in arms} for group, some in groups.items()}})

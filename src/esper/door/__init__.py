@@ -5,6 +5,7 @@ from esper.door.evidence import Report
 from esper.door.export import Written, export
 from esper.door.grow import Grown, grow
 from esper.door.growing import Growing, attach
+from esper.door.shallow import Shallow, start_shallow
 
-__all__ = ["Growing", "Grown", "Report", "Written", "attach", "export", "grow", "lightning_callback",
-           "trainer_callback"]
+__all__ = ["Growing", "Grown", "Report", "Shallow", "Written", "attach", "export", "grow",
+           "lightning_callback", "start_shallow", "trainer_callback"]

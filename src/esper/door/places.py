@@ -165,7 +165,7 @@ def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Plac
                 and 2 <= out.dim() <= 4 and out.is_floating_point() and len(out) == batch}
         paths = _blocks(model, able)
         if asked.deeper:  # a layer behind a layer of its kind is no block
-            paths = _copyable(model, able, even) or [path for path in paths if any(known[path].children())]
+            paths = copyable(model, able, even) or [path for path in paths if any(known[path].children())]
         paths.sort(key=list(seen).index)
     places = []
     for path in paths:
@@ -183,7 +183,7 @@ def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Plac
     return places, cost
 
 
-def _copyable(model: nn.Module, able: set[str], even: set[str]) -> list[str]:
+def copyable(model: nn.Module, able: set[str], even: set[str]) -> list[str]:
     """Blocks that keep the shape of what they get and stand beside others of their class: most of the class
     keep it, or all but the first of each list do. Others, as stages of a residual net, are looked into."""
     known = dict(model.named_modules())
