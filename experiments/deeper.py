@@ -53,14 +53,14 @@ ARMS = ("grown", "at once", "built-in", "host", "twice", "halving", "either")
 
 
 class Model(nn.Module):
-    def __init__(self, vocabulary: int, blocks: int) -> None:
+    def __init__(self, vocabulary: int, blocks: int, width: int = WIDTH) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.place.weight, std=0.02)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
                                     for _ in range(blocks))
-        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +79,8 @@ class Data:
 
     batch = BATCH
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: bytes, width: int = WIDTH) -> None:
+        self.width = width
         known = sorted(set(text))
         table = torch.zeros(256, dtype=torch.long)
         table[known] = torch.arange(len(known))
@@ -88,7 +89,7 @@ class Data:
         self.train, self.seen, self.test = tokens[: n * 18 // 20], tokens[n * 18 // 20 : n * 19 // 20], tokens[n * 19 // 20 :]
 
     def build(self, blocks: int) -> nn.Module:
-        return Model(self.vocabulary, blocks)
+        return Model(self.vocabulary, blocks, self.width)
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)

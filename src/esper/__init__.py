@@ -15,7 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from esper.door import attach, export, grow, lightning_callback, start_shallow, trainer_callback
+    from esper.door import (
+        attach,
+        depths,
+        export,
+        grow,
+        lightning_callback,
+        start_shallow,
+        trainer_callback,
+    )
     from esper.kasmina import Host, Objective, OptimConfig, Population, register_blueprint, register_objective
     from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
     from esper.simic import PPOAgent, PPOConfig, RewardWorld, TrainConfig, Training, register_reward
@@ -34,7 +42,7 @@ __all__ = [
     "ActionSpec", "Controller", "EnvConfig", "Episodes", "EsperError", "Family", "Heuristic", "Host", "Kind",
     "Learned", "LifecycleOp", "MorphogeneticEnv", "Objective", "OptimConfig", "PPOAgent", "PPOConfig",
     "Population", "Random", "RewardWorld", "SeedStage", "Task", "TaskData", "TrainConfig", "Training",
-    "Twins", "Universe", "Wait", "attach", "export", "find_family", "find_universe", "grow",
+    "Twins", "Universe", "Wait", "attach", "depths", "export", "find_family", "find_universe", "grow",
     "lightning_callback", "load_task", "ordinary", "play",
     "prove", "register_blueprint", "register_family", "register_objective", "register_policy",
     "register_reward", "register_task", "replay", "start_shallow", "trainer_callback",

@@ -1,11 +1,12 @@
 """The door: Esper attached to a model, an optimizer and a training loop that stay the user's own."""
 
 from esper.door.callbacks import lightning_callback, trainer_callback
+from esper.door.depths import Depth, Depths, depths
 from esper.door.evidence import Report
 from esper.door.export import Written, export
 from esper.door.grow import Grown, grow
 from esper.door.growing import Growing, attach
 from esper.door.shallow import Shallow, start_shallow
 
-__all__ = ["Growing", "Grown", "Report", "Shallow", "Written", "attach", "export", "grow",
-           "lightning_callback", "start_shallow", "trainer_callback"]
+__all__ = ["Depth", "Depths", "Growing", "Grown", "Report", "Shallow", "Written", "attach", "depths",
+           "export", "grow", "lightning_callback", "start_shallow", "trainer_callback"]

@@ -1,10 +1,11 @@
-"""`esper.start_shallow`: a deep model trains with few of its blocks at first, and wakes the others on the way.
+"""`esper.start_shallow`: a deep model trains with few of its blocks at first, and wakes the others later.
 
 A block that sleeps gives back what it got. It wakes with what the awake block in front of it has learned by
 then. Model, optimizer and keys of the state dict are the user's all the time, and stay as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from esper.door.copies import calls_of
 from esper.door.places import arguments, bare, copyable, survey, untouched
-from esper.kasmina.foreign import first_of, spelled_out, with_first
+from esper.kasmina.foreign import spelled_out, with_first
 from esper.leyline import EsperError
 
 
@@ -44,17 +45,29 @@ class Asleep:
         return with_first(self.form, h)
 
 
+@contextmanager
+def sleeping(model: nn.Module, forms: Mapping[str, Any]) -> Iterator[None]:
+    """Blocks that sleep meanwhile; `forms` are outputs by path."""
+    for path, form in forms.items():
+        vars(model.get_submodule(path))["forward"] = Asleep(form)
+    try:
+        yield
+    finally:
+        for path in forms:
+            del vars(model.get_submodule(path))["forward"]
+
+
 class Shallow:
     """A model whose blocks wake while it trains. Made by `start_shallow`."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, example: Any, steps: int,
                  doublings: tuple[float, ...], same_flops: bool, blocks: str | Sequence[str]) -> None:
         _check(model, optimizer, steps, doublings)
-        self.model, self.optimizer = bare(model), optimizer
+        self.model = bare(model)
         self.stacks, forms = find_stacks(self.model, example, blocks)
         """Paths of like blocks, one behind the other."""
         self.done = 0
-        """Steps of the optimizer so far."""
+        """Steps of the optimizer, counted until all blocks are awake."""
         self.stage, self._stages = len(doublings), len(doublings)
         costs = [self._forward_flops(example)]
         while self.stage:
@@ -68,7 +81,8 @@ class Shallow:
         self.steps = round(steps / self.flops) if same_flops else steps
         self.wakes = [round(share * self.steps) for share in doublings]
         """After which steps more blocks are awake."""
-        self._hook = optimizer.register_step_post_hook(self._after_step)
+        inner = getattr(optimizer, "optimizer", optimizer)  # of what accelerate wraps around it
+        self._hook = inner.register_step_post_hook(self._after_step)
 
     @property
     def awake(self) -> list[str]:
@@ -76,7 +90,7 @@ class Shallow:
         return [path for stack in self.stacks for path in stack[:: 2 ** (self._stages - self.stage)]]
 
     def deepen(self) -> None:
-        """Wake as many blocks as are awake; at last, all. The steps that were planned do this by themselves."""
+        """Wake as many blocks as are awake; at last, all. Planned steps do so by themselves."""
         if self.stage == self._stages:
             raise EsperError("all blocks are awake already")
         for path, front in self._wake():
@@ -89,8 +103,8 @@ class Shallow:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Call it right after `start_shallow`, and load the states of model and optimizer as ever."""
         if state.keys() != self.state_dict().keys() or self.done or state["stage"] > self._stages:
-            raise EsperError("this is no state of a training like this one, or it has begun already; load right "
-                             "after start_shallow, with as many doublings as before")
+            raise EsperError("this is no state of a training like this one, or it has begun already; load "
+                             "right after start_shallow, with as many doublings as before")
         self.done = state["done"]
         while self.stage < state["stage"]:
             self._wake()
@@ -133,7 +147,8 @@ def _check(model: Any, optimizer: Any, steps: Any, doublings: tuple[float, ...])
         raise EsperError("start_shallow takes an nn.Module and the torch optimizer that trains it")
     if type(steps) is not int or steps < 1:
         raise EsperError(f"steps is a whole number of at least 1; got {steps!r}")
-    if not doublings or list(doublings) != sorted(set(doublings)) or not 0 < doublings[0] <= doublings[-1] < 1:
+    rising = list(doublings) == sorted(set(doublings))
+    if not (doublings and rising and 0 < doublings[0] <= doublings[-1] < 1):
         raise EsperError(f"doublings are rising shares of the training between 0 and 1; got {doublings}")
     if getattr(model, "find_unused_parameters", True) is False:
         raise EsperError("blocks that sleep get no gradients; use "
@@ -146,7 +161,8 @@ def find_stacks(model: nn.Module, example: Any,
     seen, even, _ = survey(model, example)
     known = dict(model.named_modules())
     once = {path for path, outs in seen.items() if len(outs) == 1 and isinstance(outs[0], Tensor)}
-    named = copyable(model, once, even) if blocks == "auto" else [blocks] if isinstance(blocks, str) else blocks
+    asked = [blocks] if isinstance(blocks, str) else blocks
+    named = copyable(model, once, even) if blocks == "auto" else asked
     if wrong := [path for path in named if path not in even & once]:
         raise EsperError(f"{wrong[0]!r} is no submodule that runs once and gives back the shape it gets"
                          if wrong[0] in known else f"the model has no submodule {wrong[0]!r}")
@@ -161,6 +177,6 @@ def find_stacks(model: nn.Module, example: Any,
             stacks.setdefault((path.rpartition(".")[0], type(known[path]), shapes), []).append(path)
     found = [stack for stack in stacks.values() if len(stack) > 1]
     if not found:
-        raise EsperError("no blocks were found that could sleep: several like ones, each giving back one tensor "
-                         "of the shape it gets; name them with blocks=[...]")
+        raise EsperError("no blocks were found that could sleep: several like ones, each giving back one "
+                         "tensor of the shape it gets; name them with blocks=[...]")
     return found, {path: calls[path][0][2] for stack in found for path in stack}
