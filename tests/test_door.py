@@ -273,6 +273,17 @@ def test_a_budget_is_never_exceeded(budget: Any, most: float | None) -> None:
     assert (max(grown) > 0) == (most >= 16), "a norm has 16 parameters"
 
 
+@pytest.mark.parametrize("more", [0, 100])
+def test_targets_leave_room_for_so_many_parameters(more: int) -> None:
+    host = Loop(controller="wait").growing.cost.params
+    loop = Loop(controller="random", targets=20 * (host + more), epochs=24)
+    grown = [loop.epoch().params for _ in range(24)]
+    assert max(grown) <= more
+    assert (max(grown) > 0) == (more > 0)
+    with pytest.raises(EsperError, match="targets are the labels that all epochs show"):
+        Loop(controller="wait", targets=-5)
+
+
 def test_growth_that_breaks_training_is_taken_back() -> None:
     loop = Loop(controller=Script(e0=("GERMINATE", 0, "mlp_small"), e9=("GERMINATE", 2, "norm")))
     growing = loop.growing

@@ -18,6 +18,8 @@ from esper.tamiyo.minds import member_for, read_mind, shipped
 Score = float | Tensor | Sequence[float] | tuple[Tensor, Tensor]
 Evaluate = Callable[[], Score]
 Loss = Callable[[nn.Module, Any], Tensor]
+ENOUGH = 20.0
+"""Labels that a training shows for each parameter, as to language models that are best for their compute."""
 COPY = "copy"
 """The blueprint that is another block like the front one."""
 
@@ -33,6 +35,7 @@ class Asked:
     budget: str | float | None = None
     flops: str | float | None = None
     price: float = 0.0
+    targets: float | None = None
     loss: Loss | None = None
     data: Iterable[Any] | None = None
     objective: str | None = None
@@ -58,8 +61,15 @@ class Asked:
         if self.blueprints is not None and not (isinstance(self.blueprints, (list, tuple)) and all(
                 isinstance(name, str) for name in self.blueprints)):
             raise EsperError(f"blueprints is a list of names; got {self.blueprints!r}")
+        if self.targets is not None and not 0 < self.targets < math.inf:
+            raise EsperError(f"targets are the labels that all epochs show, a number; got {self.targets!r}")
         if not 0 <= self.price < math.inf:
             raise EsperError(f"a price of {self.price} is impossible; it must be at least 0")
+
+    def most(self, params: int) -> float:
+        """Parameters that may grow in a model that has so many."""
+        enough = math.inf if self.targets is None else self.targets / ENOUGH - params
+        return min(share(self.budget, params, "parameters"), enough)
 
     @property
     def deeper(self) -> bool:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from esper.door.asked import ENOUGH
 from esper.door.places import bare, samples_of, survey
 from esper.door.shallow import find_stacks, sleeping
 from esper.leyline import EsperError
 
-ENOUGH = 20.0
-"""Targets for each parameter, as language models have that are best for their compute."""
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 
 

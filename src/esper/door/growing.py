@@ -53,13 +53,13 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, *, example: Any, 
     epochs: how long training will go on (30).
     budget: parameters that may be grown, as a number or a share like "+20%"; flops: extra training FLOPs, as
     a share of the model's own training; price: what a parameter costs in units of the score.
+    targets: labels that all epochs show; nothing grows that would leave fewer than 20 for each parameter.
     loss, data: `loss(model, batch)` and batches to iterate over again and again; with them a seed learns for
     `shadow_steps` (30) an epoch behind the stopped model before it joins. Without, it joins untrained, as the
     zero function.
     objective: "classification", "regression" or "next-token": `evaluate` then returns (outputs, labels).
     Minds need it, with loss and data.
-    previews: try every blueprint in every empty slot so often, in epochs (default: never, or as a mind was
-    trained).
+    previews: epochs between trials of every blueprint in every empty slot (default: none, or as a mind's).
     schedulers: of the learning rate, to be put back, too, when growth broke the training.
     layouts: "BCL" or "BTC" for slots with three dimensions; seed: of newborn weights.
     """
@@ -90,7 +90,7 @@ class Growing:
         self.places, self.prototypes = offered(self.host, self.places, asked, example)
         self.spec = ActionSpec.decisive(len(self.places), [p.blueprint.name for p in self.prototypes[0]])
         paths = [place.path for place in self.places]
-        self.most = share(asked.budget, self.cost.params, "parameters")
+        self.most = asked.most(self.cost.params)
         with untouched(self.host):  # networks are born with random weights, then loaded
             self.policy, self.every = asked.policy(self.spec, paths), asked.preview_every(self.spec)
         self.compute = Compute(self.cost.flops, asked.epochs, share(asked.flops, 1.0, "trainings"))
