@@ -233,7 +233,7 @@ def compared(cells: list[dict[str, Any]], arm: str, ours: str = "grown") -> dict
                for text in sorted({cell["text"] for cell in cells})]
     student = {3: 4.30, 5: 2.78, 10: 2.26, 12: 2.20}[len(by_text)]
     return {"better by": statistics.fmean(by_text), "error": student * statistics.stdev(by_text) / math.sqrt(len(by_text)),
-            "texts ahead": sum(value > 0 for value in by_text)}
+            "texts ahead": sum(value > 0 for value in by_text), "texts": len(by_text)}
 
 
 def play_all(description: str | None, name: str, play: Callable[..., dict[str, Any]],

@@ -7,7 +7,7 @@ schedules, splits and counting of FLOPs are those of experiments.deeper and .dee
 of four blocks on two texts and on CIFAR-10, which are not in the table. Every arm has the same FLOPs, unless it says otherwise; the first
 regime has all of them, the others the first three:
 
-    shallow       esper.start_shallow with its defaults: every second block sleeps for half of the training
+    shallow       every second block sleeps for half of the training, then wakes as a copy of the one in front of it
     model         the user's model as it is: all blocks from the start
     half, one     half of the blocks, or one, from the start to the end
     twice the rate   the model at another learning rate; `best rate` is the better one of both on the seen part
@@ -21,12 +21,13 @@ they end. Writes experiments/results/shallow.json.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-import esper
 from esper.leyline.storage import atomic_write
 from experiments.deeper import Data, Run, compared, halving, play_all, read, static, step_flops
 from experiments.deeper_images import READ
@@ -42,16 +43,40 @@ REGIMES = {"4 blocks, 2e12 FLOPs": (4, 2e12, DEEP), "2 blocks, 4e12 FLOPs": (2, 
 """Name -> (blocks of the model, FLOPs, arms)."""
 
 
-def shallow(data: Data, blocks: int, seed: int, flops: float, same_flops: bool = True, copied: bool = True, **options: Any) -> dict[str, Any]:
-    steps, (example, _) = int(flops / step_flops(data, blocks)), next(data.batches(0))
-    tried = data.build(blocks)
-    plan = esper.start_shallow(tried, torch.optim.SGD(tried.parameters()), example=example, steps=steps, same_flops=same_flops, **options)
-    run = Run(data, blocks, seed, plan.steps, lr=LR)
-    waking = esper.start_shallow(run.model, run.optimizer, example=example, steps=plan.steps, **options)
-    if not copied:
-        waking._copy = lambda front, block: None  # type: ignore[method-assign]
-    run.go(run.left)
-    return run.result(blocks=len(waking.awake), steps=plan.steps, flops=plan.flops * plan.steps / steps)
+class Waking:
+    """A model whose blocks sleep at first: they give back what they get, and get no gradients. After each of these shares of the steps
+    twice as many are awake; one that wakes is a copy of the awake one in front of it, if `copied`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, doublings: Sequence[float], copied: bool = True) -> None:
+        self.blocks, self.copied, self.done, self.stride = list(model.blocks), copied, 0, 2 ** len(doublings)  # type: ignore[arg-type]
+        self.wakes = [round(share * steps) for share in doublings]
+        for number, block in enumerate(self.blocks):
+            if number % self.stride:
+                block.forward = lambda h, *_, **__: h
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        self.done += 1
+        while self.wakes and self.done >= self.wakes[0]:
+            self.wakes.pop(0)
+            self.stride //= 2
+            for number in range(self.stride, len(self.blocks), 2 * self.stride):
+                front, block = self.blocks[number - self.stride], self.blocks[number]
+                del block.forward
+                if self.copied:
+                    block.load_state_dict(front.state_dict())
+
+
+def shallow(data: Data, blocks: int, seed: int, flops: float, same_flops: bool = True, copied: bool = True,
+            doublings: Sequence[float] = (0.5,)) -> dict[str, Any]:
+    steps = int(flops / step_flops(data, blocks))
+    parts = zip((0.0, *doublings), (*doublings, 1.0), range(len(doublings), -1, -1), strict=True)
+    share = sum((after - before) * step_flops(data, -(-blocks // 2**halved)) for before, after, halved in parts) / step_flops(data, blocks)
+    run = Run(data, blocks, seed, round(steps / share) if same_flops else steps, lr=LR)
+    longer = run.left
+    Waking(run.model, run.optimizer, longer, doublings, copied)
+    run.go(longer)
+    return run.result(blocks=blocks, steps=longer, flops=share * longer / steps)
 
 
 def play_arm(arm: str, data: Data, blocks: int, flops: float, seed: int) -> dict[str, Any]:

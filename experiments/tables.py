@@ -50,6 +50,12 @@ GREW = {"deeper": "text", "deeper_images": "pictures"}  # experiment -> what it 
 DEEPER = {"host": "the host as it is, for longer", "twice": "twice as many blocks from the start",
           "either": "the better one of these two, half of the FLOPs each", "halving": "the best of five depths by successive halving",
           "at once": "grown at once, without looking", "built-in": "grown with Esper's own blueprints"}
+SHALLOW = {"model": "the model as it is", "best rate": "the model at the better of two rates", "half": "half of its blocks, all the time",
+           "one": "one block, all the time", "halving": "the best of one, two and four blocks by successive halving",
+           "quarter": "one block of four at first, then two, then all", "fresh": "blocks wake as they were born",
+           "as many steps": "the same with as many steps as the model takes, three quarters of its FLOPs"}
+DEPTHS = {"1": "one block", "2": "two blocks", "4": "four blocks", "8": "eight blocks",
+          "halving": "the best of one, two and four by successive halving", "hindsight": "the best of them in hindsight"}
 FURTHER = {"before": "before", "as it is": "trained on as it is", "by hand": "doubled by hand, and trained on",
            "anew": "twice as many blocks anew", "foreseen": "twice as many blocks from the start, with the FLOPs of both trainings"}
 
@@ -276,18 +282,31 @@ def references() -> str:
 
 
 def grown_less(experiments: Mapping[str, str], arms: Mapping[str, str]) -> str:
-    """What a run that grows deeper is better by than others of its FLOPs, in nats, and in how many of the cells."""
-    columns: list[tuple[str, Json, int]] = []
+    """What a run that grows deeper is better by than others of its FLOPs."""
+    columns: dict[str, Json] = {}
     for name, what in experiments.items():
         found = read(f"experiments/results/{name}.json")
-        columns += [(f"{what}, {regime.partition(', ')[2]}", compared, sum(cell["regime"] == regime for cell in found["cells"]))
-                    for regime, compared in found["compared"].items() if regime != "all"]
+        for regime, compared in found["compared"].items():
+            cells = sum(cell["regime"] == regime for cell in found["cells"])
+            if cells:
+                columns[f"{what}, {regime.partition(', ')[2]}"] = {arm: each | {"texts": cells} for arm, each in compared.items()}
+    return nats_less("grown", columns, arms)
 
-    def cell(found: Json, cells: int) -> str:
-        return f"{found['better by']:+.3f} ± {found['error']:.3f}, {found['texts ahead']} of {cells}"
 
-    return table(["grown, less", *(title for title, *_ in columns)],
-                 ([told, *(cell(compared[arm], cells) for _, compared, cells in columns)] for arm, told in arms.items()))
+def nats_less(ours: str, columns: Mapping[str, Json], arms: Mapping[str, str]) -> str:
+    """What our run is better by, in nats, and on how many of the texts."""
+    def cell(found: Json) -> str:
+        return f"{found['better by']:+.3f} ± {found['error']:.3f}, {found['texts ahead']} of {found['texts']}" if found else ""
+
+    return table([f"{ours}, less", *columns], ([told, *(cell(each.get(arm)) for each in columns.values())] for arm, told in arms.items()))
+
+
+def named() -> str:
+    """How often `esper.depths` was right, as a sentence."""
+    cells = read("experiments/results/depths.json")["cells"]
+    behind = [cell["arms"]["told"]["loss"] - cell["arms"]["hindsight"]["loss"] for cell in cells]
+    return (f"In {sum(gap == 0 for gap in behind)} of {len(cells)} cells it names the depth that is best in hindsight, in "
+            f"{sum(gap <= 0.02 for gap in behind)} one within 0.02 nats of it; the largest miss is {max(behind):.2f}.")
 
 
 def best_head() -> str:
@@ -397,7 +416,8 @@ def results_page() -> str:
         arms="\n\n".join(f"`{family}`:\n\n{proof_arms(family)}" for family in FAMILIES), zero_shot=zero_shot(),
         sweeps=sweeps(), best_head=best_head(), references=references(), universe_claims=universe_claims(),
         universe_arms=universe_arms(), universe_sources=universe_sources(), universe_levels=universe_levels(),
-        universe_run=universe_run(), deeper=grown_less(GREW, DEEPER), further=grown_less({"further": "text"}, FURTHER))
+        universe_run=universe_run(), shallow=nats_less("shallow", read("experiments/results/shallow.json")["compared"], SHALLOW),
+        depths=nats_less("named", read("experiments/results/depths.json")["compared"], DEPTHS), named=named(), deeper=grown_less(GREW, DEEPER), further=grown_less({"further": "text"}, FURTHER))
 
 
 def speed_page() -> str:

@@ -1,6 +1,7 @@
 """Every experiment can be imported and says how it is used; what several share is right."""
 
 import argparse
+import copy
 import json
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from experiments import kill_train, shared
+import torch
+from experiments import deeper, kill_train, shallow, shared
 
 from esper.nissa import Store
 from esper.tamiyo.minds import read_mind
@@ -57,6 +59,30 @@ def test_runs_are_compared_in_everything_but_seconds(tmp_path: Path) -> None:
     a, b, c = (kill_train.rows(tmp_path / name, "round") for name in "abc")
     assert a == b != c
     assert "round" in kill_train.TABLES
+
+
+def test_blocks_that_sleep_wake_as_if_they_were_inserted_then() -> None:
+    x = torch.randint(9, (4, 64), generator=torch.Generator().manual_seed(1))
+    nets, optimizers = [], []
+    for blocks in (4, 1):
+        torch.manual_seed(0)
+        nets.append(deeper.Model(9, 4).double())
+        nets[-1].blocks = nets[-1].blocks[:blocks]
+        optimizers.append(torch.optim.AdamW(nets[-1].parameters(), lr=1e-2))
+    shallow.Waking(nets[0], optimizers[0], 8, (0.25, 0.5))
+    for count in range(1, 9):
+        losses = []
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(deeper.loss_of(net, (x, x)))
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[0].item() == losses[1].item()
+        if count in (2, 4):
+            fresh = [copy.deepcopy(block) for block in nets[1].blocks]
+            nets[1].blocks = torch.nn.ModuleList(each for pair in zip(nets[1].blocks, fresh, strict=True) for each in pair)
+            optimizers[1].param_groups[0]["params"].extend(p for block in fresh for p in block.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(*(net.parameters() for net in nets), strict=True))
 
 
 def test_shipped_members_know_their_environment() -> None:

@@ -15,15 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from esper.door import (
-        attach,
-        depths,
-        export,
-        grow,
-        lightning_callback,
-        start_shallow,
-        trainer_callback,
-    )
+    from esper.door import attach, depths, export, grow, lightning_callback, trainer_callback
     from esper.kasmina import Host, Objective, OptimConfig, Population, register_blueprint, register_objective
     from esper.leyline import ActionSpec, EsperError, LifecycleOp, SeedStage
     from esper.simic import PPOAgent, PPOConfig, RewardWorld, TrainConfig, Training, register_reward
@@ -45,7 +37,7 @@ __all__ = [
     "Twins", "Universe", "Wait", "attach", "depths", "export", "find_family", "find_universe", "grow",
     "lightning_callback", "load_task", "ordinary", "play",
     "prove", "register_blueprint", "register_family", "register_objective", "register_policy",
-    "register_reward", "register_task", "replay", "start_shallow", "trainer_callback",
+    "register_reward", "register_task", "replay", "trainer_callback",
 ]
 
 

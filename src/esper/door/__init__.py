@@ -6,7 +6,6 @@ from esper.door.evidence import Report
 from esper.door.export import Written, export
 from esper.door.grow import Grown, grow
 from esper.door.growing import Growing, attach
-from esper.door.shallow import Shallow, start_shallow
 
-__all__ = ["Depth", "Depths", "Growing", "Grown", "Report", "Shallow", "Written", "attach", "depths",
-           "export", "grow", "lightning_callback", "start_shallow", "trainer_callback"]
+__all__ = ["Depth", "Depths", "Growing", "Grown", "Report", "Written", "attach", "depths", "export", "grow",
+           "lightning_callback", "trainer_callback"]

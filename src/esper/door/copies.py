@@ -131,7 +131,7 @@ def copies(host: nn.Module, places: Sequence[Place], example: Any) -> dict[str, 
     """By path: what a copy would be, or why there is none. Nothing is left of the passes that tell."""
     found: dict[str, Copied | EsperError] = {}
     with untouched(host), torch.no_grad(), spelled_out():
-        calls = calls_of(host, {place.path: host.get_submodule(place.path) for place in places},
+        calls = _calls(host, {place.path: host.get_submodule(place.path) for place in places},
                        lambda: host.eval()(*(batch := arguments(example))[0], **batch[1]))
         for place in places:
             try:
@@ -142,7 +142,7 @@ def copies(host: nn.Module, places: Sequence[Place], example: Any) -> dict[str, 
     return found
 
 
-def calls_of(net: nn.Module, of: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[Any]]:
+def _calls(net: nn.Module, of: Mapping[str, nn.Module], run: Callable[[], object]) -> dict[str, list[Any]]:
     """What these submodules were called with and gave, each time, as a pass runs."""
     seen: dict[str, list[Any]] = {name: [] for name in of}
 
@@ -237,7 +237,7 @@ def _is_right(net: nn.Module, inserted: Sequence[nn.Module], batch: Batch, wante
             saved[name] = module
     outputs: list[Any] = []
     named = saved | {f"{number} new": block for number, block in enumerate(inserted)}
-    calls = calls_of(net, named, lambda: outputs.extend(_outputs(net, batch)))
+    calls = _calls(net, named, lambda: outputs.extend(_outputs(net, batch)))
     if not _alike(outputs, wanted) or any(len(calls[name]) != 1 for name in named.keys() - saved.keys()):
         return False
     for name, module in saved.items():

@@ -2,16 +2,18 @@
 
 import math
 import operator
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from esper.door.asked import ENOUGH
-from esper.door.places import bare, samples_of, survey
-from esper.door.shallow import find_stacks, sleeping
+from esper.door.places import Survey, bare, copyable, samples_of, survey
 from esper.leyline import EsperError
 
+IGNORED = -100
+"""The label of what PyTorch's losses leave out."""
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 
 
@@ -61,27 +63,48 @@ def depths(model: nn.Module, *, example: Any, steps: int, targets: int | None = 
     if not 0 < each < math.inf:
         raise EsperError(f"a batch has at least one target; got {targets!r}")
     model = bare(model)
-    stacks, forms = find_stacks(model, example, blocks)
-    _, _, whole = survey(model, example)
-    flops, params = [], []  # of a block of each stack
-    for stack in stacks:
-        with sleeping(model, {path: forms[path] for path in stack[1:]}):
-            _, _, one = survey(model, example)
-        flops.append((whole.flops - one.flops) / (len(stack) - 1))
-        params.append(sum(p.numel() for p in model.get_submodule(stack[0]).parameters() if p.requires_grad))
+    told = survey(model, example)
+    stacks = _stacks(model, told, blocks)
+    if not told.flops.get("") or not _size(model):
+        raise EsperError("this model trains nothing, or does nothing whose FLOPs are counted")
+    flops = [statistics.fmean(told.flops.get(path, 0) for path in stack) for stack in stacks]
+    params = [statistics.fmean(_size(model.get_submodule(path)) for path in stack) for stack in stacks]
     found: dict[tuple[int, ...], Depth] = {}
     for factor in FACTORS:
         counts = tuple(max(1, round(factor * len(stack))) for stack in stacks)
         more = [count - len(stack) for count, stack in zip(counts, stacks, strict=True)]
-        size = whole.params + sum(map(operator.mul, more, params))
-        longer = steps * whole.flops / (whole.flops + sum(map(operator.mul, more, flops)))
-        found.setdefault(counts, Depth(sum(counts), size, round(longer), longer * each / size, factor == 1))
+        size = _size(model) + sum(map(operator.mul, more, params))
+        longer = steps * told.flops[""] / (told.flops[""] + sum(map(operator.mul, more, flops)))
+        depth = Depth(sum(counts), round(size), round(longer), longer * each / size, factor == 1)
+        found.setdefault(counts, depth)
     return Depths(found.values())
+
+
+def _size(part: nn.Module) -> int:
+    return sum(p.numel() for p in part.parameters() if p.requires_grad)
+
+
+def _stacks(model: nn.Module, told: Survey, blocks: str | Sequence[str]) -> list[list[str]]:
+    """Paths of blocks of one class in one list or parent, several each."""
+    known = dict(model.named_modules())
+    once = {path for path, outs in told.seen.items() if len(outs) == 1 and isinstance(outs[0], Tensor)}
+    asked = [blocks] if isinstance(blocks, str) else blocks
+    paths = copyable(model, once, told.even) if blocks == "auto" else asked
+    if wrong := [path for path in paths if path not in told.even & once]:
+        raise EsperError(f"{wrong[0]!r} is no submodule that runs once and gives back the shape it gets"
+                         if wrong[0] in known else f"the model has no submodule {wrong[0]!r}")
+    stacks: dict[Any, list[str]] = {}
+    for path in paths:
+        stacks.setdefault((path.rpartition(".")[0], type(known[path])), []).append(path)
+    if not stacks:
+        raise EsperError("no repeated blocks were found in this model, parts that give back the shape they "
+                         "get; name them with blocks=[...]")
+    return list(stacks.values())
 
 
 def _labels(batch: Any) -> int:
     pair = isinstance(batch, (tuple, list)) and len(batch) > 1
     labels = batch.get("labels") if hasattr(batch, "get") else batch[1] if pair else None
     if isinstance(labels, Tensor) and not labels.is_floating_point():
-        return labels.numel()
+        return int((labels != IGNORED).sum())
     return samples_of(batch)

@@ -114,9 +114,20 @@ def samples_of(batch: Any) -> int:
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
 
 
-def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], set[str], Cost]:
-    """({path: its outputs in a forward pass, in network order}, paths whose output has the shape of their
-    first argument, the model's cost per sample)."""
+class Survey(NamedTuple):
+    """What one forward pass tells of a model."""
+
+    seen: dict[str, list[Any]]
+    """Path -> its outputs, in network order."""
+    even: set[str]
+    """Paths whose output has the shape of their first argument."""
+    cost: Cost
+    """For a sample."""
+    flops: dict[str, int]
+    """Path -> those of the whole pass; the model is ''."""
+
+
+def survey(model: nn.Module, example: Any) -> Survey:
     seen: dict[str, list[Any]] = {}
     even: set[str] = set()
 
@@ -139,7 +150,8 @@ def survey(model: nn.Module, example: Any) -> tuple[dict[str, list[Any]], set[st
         for hook in hooks:
             hook.remove()
     params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return seen, even, Cost(params, counter.get_total_flops() // samples_of(example))
+    counted = {path.partition(".")[2]: sum(of.values()) for path, of in counter.get_flop_counts().items()}
+    return Survey(seen, even, Cost(params, counter.get_total_flops() // samples_of(example)), counted)
 
 
 def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Place], Cost]:
@@ -148,7 +160,7 @@ def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Plac
     known = dict(model.named_modules())
     if not (layouts.keys() <= known.keys() and set(layouts.values()) <= {"BCL", "BTC"}):
         raise EsperError(f"layouts say BCL or BTC for paths of slots; got {layouts}")
-    seen, even, cost = survey(model, example)
+    seen, even, cost, _ = survey(model, example)
     batch = samples_of(example)
     if slots != "auto":
         named = [slots] if isinstance(slots, str) else list(slots)
