@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
+import os
+import sys
 import time
 from types import SimpleNamespace
 from typing import cast
@@ -16,6 +19,7 @@ from experiments.controls_table import Row, differences, table
 from esper.cli.prove import _decides
 from esper.leyline import ActionSpec, EsperError, SeedStage
 from esper.leyline.codec import to_dict
+from esper.simic.on_ray import RayWorkers
 from esper.simic.proof.baselines import Tuned, births, family_digest, halving, shuffled, tune
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.identify import Identification
@@ -243,11 +247,14 @@ def test_conditions_are_numbered_as_the_sweep_numbers_them() -> None:
     assert pairs == {(0.0, 10): 0, (0.0, 12): 1, (price, 10): 2, (price, 12): 3}
 
 
-def test_several_processes_find_the_same() -> None:
+@pytest.mark.parametrize("several", [Processes, pytest.param(RayWorkers, marks=[
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"), pytest.mark.filterwarnings("ignore")])])
+def test_several_processes_find_the_same(several: type[Workers], monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls as they are tuned, and a rehearsal of a chance policy and a controller that knows nothing."""
     family = dataclasses.replace(orchard.FAMILY, kinds=FAMILY.kinds[:1], horizons=(8,), prices=(0.0,))
     known = Tuned(family.name, family_digest(family), {"periodic": 8, "converged": 8}, dict(list(TUNED.triggers.items())[:2]))
-    wheres = Workers(), Processes(2)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    wheres = Workers(), several(2)
     one, two = (tune(Evaluator(family, make=orchard.Orchard), 8, 256, 0, workers=each, known=known) for each in wheres)
     assert json.dumps(to_dict(one)) == json.dumps(to_dict(two)), "in the same order"
     controller = Controller.fresh(EnvConfig(family).spec)
