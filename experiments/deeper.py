@@ -231,7 +231,7 @@ def compared(cells: list[dict[str, Any]], arm: str, ours: str = "grown") -> dict
     """What our run is better by, in nats; 95 % intervals over texts."""
     by_text = [statistics.fmean(cell["arms"][arm]["loss"] - cell["arms"][ours]["loss"] for cell in cells if cell["text"] == text)
                for text in sorted({cell["text"] for cell in cells})]
-    student = {3: 4.30, 5: 2.78, 10: 2.26, 12: 2.20}[len(by_text)]
+    student = {3: 4.30, 5: 2.78, 6: 2.57, 10: 2.26, 12: 2.20}[len(by_text)]
     return {"better by": statistics.fmean(by_text), "error": student * statistics.stdev(by_text) / math.sqrt(len(by_text)),
             "texts ahead": sum(value > 0 for value in by_text), "texts": len(by_text)}
 

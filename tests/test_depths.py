@@ -48,10 +48,10 @@ def flops(model: nn.Module, x: torch.Tensor) -> int:
 def test_it_tells_what_models_of_these_depths_are() -> None:
     x, y = torch.randn(10, 6), torch.arange(10) % 3
     table = esper.depths(Deep(4), example=(x, y), steps=1000)
-    assert [depth.blocks for depth in table] == [1, 2, 4, 8, 16]
-    assert [depth.blocks for depth in table if depth.yours] == [4]
+    assert [depth.stacks for depth in table.every] == [{"blocks": n} for n in range(1, 17)]
+    assert (table.yours.blocks, table.yours.steps, table.targets) == (4, 1000, 10)
     whole = flops(Deep(4), x)
-    for depth in table:
+    for depth in table.every:
         real = Deep(depth.blocks)
         assert depth.params == sum(p.numel() for p in real.parameters())
         assert depth.steps == round(1000 * whole / flops(real, x))
@@ -59,20 +59,67 @@ def test_it_tells_what_models_of_these_depths_are() -> None:
 
 
 def test_stages_scale_together_and_the_first_block_of_a_list_stays() -> None:
-    table = esper.depths(Mixed(5), example=torch.randn(4, 6), steps=100)
-    assert [depth.blocks for depth in table] == [2, 4, 8, 16, 32]
-    assert [depth.params for depth in table[:4]] == [sum(p.numel() for p in Mixed(n + 1).parameters()) for n in (1, 2, 4, 8)]
+    x = torch.randn(4, 6)
+    table = esper.depths(Mixed(5), example=x, steps=100)
+    assert [list(depth.stacks.values()) for depth in table.every] == [[n, n] for n in range(1, 21)]
+    for depth in table.every:
+        real = Mixed(depth.blocks // 2)
+        assert depth.params == sum(p.numel() for p in real.parameters())
+        assert depth.steps == round(100 * flops(Mixed(5), x) / flops(real, x))
 
 
-@pytest.mark.parametrize(("steps", "blocks"), [(1, 1), (200, 1), (500, 2), (1000, 4), (5000, 8), (100_000, 16)])
+def test_one_block_can_become_several() -> None:
+    table = esper.depths(Deep(1), example=torch.randn(10, 6), steps=1000)
+    assert [depth.blocks for depth in table.every] == [1, 2, 3, 4]
+    assert table.yours.blocks == 1
+
+
+def table_of(model: nn.Module, **options: Any) -> Any:
+    return esper.depths(model, example=torch.randn(10, 6), **{"steps": 1000} | options)
+
+
+def test_what_only_seems_to_be_a_block_of_its_own_is_counted_once() -> None:
+    """A teacher that nobody registered, blocks under two names, and weights that all of them share."""
+    plain, odd, shared = Deep(4), Deep(4), Deep(4)
+    odd.body, odd.teacher = nn.Sequential(*odd.blocks), [Deep(3)]  # type: ignore[assignment]
+    odd.register_forward_hook(lambda module, args, output: output + module.teacher[0](*args))
+    one, other = table_of(plain), table_of(odd)
+    assert [depth.params for depth in one.every] == [depth.params for depth in other.every]
+    more = flops(Deep(3), torch.randn(10, 6))
+    whole, least = flops(plain, torch.randn(10, 6)), flops(Deep(1), torch.randn(10, 6))
+    assert other.every[0].steps == round(1000 * (whole + more) / (least + more))
+    for block in shared.blocks:
+        block.map = shared.blocks[0].map
+    assert [depth.params for depth in table_of(shared).every] == [shared_size(n) for n in range(1, 17)]
+
+
+def shared_size(blocks: int) -> int:
+    net = Deep(blocks)
+    for block in net.blocks:
+        block.map = net.blocks[0].map
+    return sum(p.numel() for p in net.parameters())
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.lstm(h)[0]
+
+
+@pytest.mark.parametrize(("steps", "blocks"), [(1, 1), (100, 1), (400, 2), (1000, 4), (3000, 8), (100_000, 16)])
 def test_the_deepest_that_sees_twenty_for_each_parameter_is_best(steps: int, blocks: int) -> None:
     table = esper.depths(Deep(4), example=torch.randn(10, 6), steps=steps)
     assert table.best.blocks == blocks
-    enough = [depth.blocks for depth in table if depth.targets >= 20]
+    enough = [depth.blocks for depth in table.every if depth.targets >= 20]
     assert blocks == max(enough, default=1)
-    shown = [line for line in str(table).splitlines() if "take this one" in line]
+    shown = [line for line in str(table).splitlines() if line.endswith(("best", "best, or deeper"))]
     assert len(shown) == 1
     assert shown[0].split()[0] == str(blocks)
+    assert ("or deeper" in shown[0]) == (blocks == 16)
+    assert all(len(line) <= 80 for line in str(table).splitlines())
 
 
 class Named(Deep):
@@ -83,21 +130,33 @@ class Named(Deep):
 @pytest.mark.parametrize(("example", "targets", "each"), [
     (torch.randn(10, 6), None, 10), ((torch.randn(10, 6), torch.zeros(10, 5).long()), None, 50),
     ((torch.randn(10, 6), torch.zeros(10, 5)), None, 10), ({"input_ids": torch.randn(10, 6), "labels": torch.zeros(10, 7).long()}, None, 70),
-    ({"input_ids": torch.randn(10, 6)}, None, 10), (torch.randn(10, 6), 640, 640),
+    ({"input_ids": torch.randn(10, 6)}, 320, 320), (torch.randn(10, 6), 640, 640),
     ((torch.randn(10, 6), torch.tensor([1, -100] * 5)), None, 5)])
 def test_targets_are_the_labels_of_a_batch(example: Any, targets: int | None, each: int) -> None:
-    (yours,) = (depth for depth in esper.depths(Named(4), example=example, steps=50, targets=targets) if depth.yours)
+    yours = esper.depths(Named(4), example=example, steps=50, targets=targets).yours
     assert yours.targets == pytest.approx(50 * each / yours.params)
 
 
-def test_nothing_is_trained_or_drawn() -> None:
-    model = Deep(4).train()
+class Counting(Deep):
+    """Draws and counts in evaluation mode, too."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x + torch.randn_like(x))
+
+
+def test_nothing_is_trained_drawn_or_left_behind() -> None:
+    model, example = Counting(4).train(), torch.randn(10, 6)
     before = [value.clone() for value in model.state_dict().values()]
     drawn = torch.get_rng_state()
-    esper.depths(model, example=torch.randn(10, 6, generator=torch.Generator()), steps=50)
+    esper.depths(model, example=example, steps=50)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
-    assert model.training
+    assert all(module.training and not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
 class Twice(Deep):
@@ -105,21 +164,56 @@ class Twice(Deep):
         return super().forward(x) + super().forward(x)
 
 
+FROZEN = Deep(4)
+FROZEN.blocks.requires_grad_(False)
+
+
 @pytest.mark.parametrize(("model", "sentence"), [
     (Twice(2), "no repeated blocks were found"), (nn.Linear(6, 3), "no repeated blocks were found"),
-    (nn.Linear(5, 3), "the model does not run on the example"), (Deep(4).requires_grad_(False), "this model trains nothing")])
-def test_models_without_blocks_are_one_sentence(model: nn.Module, sentence: str) -> None:
+    (nn.Linear(5, 3), "the model does not run on the example"), (FROZEN, "blocks.0 is frozen; depths is for models that learn from scratch"),
+    (nn.Sequential(nn.ModuleList([Recurrent(), Recurrent()])[0], Recurrent()), "PyTorch counts no FLOPs in these blocks"),
+    (Deep, "depths takes an nn.Module; got a type")])
+def test_models_it_cannot_tell_of_are_one_sentence(model: Any, sentence: str) -> None:
     with pytest.raises(esper.EsperError, match=sentence):
-        esper.depths(model, example=torch.randn(10, 6), steps=9)
+        table_of(model)
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
-    ({"steps": 0}, "steps is a whole number of at least 1"), ({"steps": 9, "targets": 0}, "a batch has at least one target; got 0"),
-    ({"steps": 9, "blocks": ["first"]}, "'first' is no submodule that runs once"),
-    ({"steps": 9, "blocks": "blocks.9"}, "the model has no submodule 'blocks.9'"), ({"steps": 9, "blocks": []}, "no repeated blocks were found")])
+    ({"steps": 0}, "steps is a whole number of at least 1"), ({"steps": 2.5}, "steps is a whole number"),
+    ({"targets": 0}, "a step has at least one target; got 0"), ({"targets": "640"}, "a step has at least one target; got '640'"),
+    ({"blocks": ["first"]}, "'first' is no block"), ({"blocks": "blocks.9"}, "the model has no submodule 'blocks.9'"),
+    ({"blocks": []}, "no repeated blocks were found"), ({"blocks": ["blocks.0", "blocks.0.map"]}, "'blocks.0.map' is no block")])
 def test_what_cannot_be_meant_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(esper.EsperError, match=sentence):
-        esper.depths(Deep(4), example=torch.randn(10, 6), **options)
+        table_of(Deep(4), **options)
+
+
+@pytest.mark.parametrize(("example", "sentence"), [
+    ({"input_ids": torch.randn(10, 6)}, "the example has no labels; say with targets="), (None, "the model does not run on the example"),
+    (3, "the model does not run on the example"), ((torch.randn(10, 6), torch.full((10,), -100)), "a step has at least one target; got 0")])
+def test_examples_that_tell_too_little_are_one_sentence(example: Any, sentence: str) -> None:
+    with pytest.raises(esper.EsperError, match=sentence):
+        esper.depths(Named(4), example=example, steps=9)
+
+
+def test_models_of_hugging_face_are_what_their_configurations_build() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.randint(50, (4, 8))
+    sizes = {"vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+
+    def speaker(layers: int) -> nn.Module:
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, n_layer=layers))
+
+    def seeing(layers: int) -> nn.Module:
+        return transformers.ResNetForImageClassification(transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[layers, layers], layer_type="basic", num_labels=2))
+
+    pictures = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
+    for build, example in ((speaker, {"input_ids": tokens, "labels": tokens}), (seeing, pictures)):
+        table = esper.depths(build(3), example=example, steps=500)
+        for layers in (2, 3, 6):
+            (depth,) = (each for each in table.every if set(each.stacks.values()) == {layers})
+            assert depth.params == sum(p.numel() for p in build(layers).parameters())
 
 
 class Residual(nn.Module):

@@ -61,7 +61,8 @@ class Asked:
         if self.blueprints is not None and not (isinstance(self.blueprints, (list, tuple)) and all(
                 isinstance(name, str) for name in self.blueprints)):
             raise EsperError(f"blueprints is a list of names; got {self.blueprints!r}")
-        if self.targets is not None and not 0 < self.targets < math.inf:
+        if self.targets is not None and not (
+                type(self.targets) in (int, float) and 0 < self.targets < math.inf):
             raise EsperError(f"targets are the labels that all epochs show, a number; got {self.targets!r}")
         if not 0 <= self.price < math.inf:
             raise EsperError(f"a price of {self.price} is impossible; it must be at least 0")

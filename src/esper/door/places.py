@@ -110,7 +110,8 @@ def arguments(batch: Any) -> Batch:
 
 def samples_of(batch: Any) -> int:
     """Samples of a batch."""
-    parts = batch.values() if hasattr(batch, "keys") else [batch] if isinstance(batch, Tensor) else batch
+    several = batch if isinstance(batch, (tuple, list)) else [batch]
+    parts = batch.values() if hasattr(batch, "keys") else several
     return next((len(part) for part in parts if isinstance(part, Tensor) and part.dim()), 1)
 
 
@@ -130,16 +131,23 @@ class Survey(NamedTuple):
 def survey(model: nn.Module, example: Any) -> Survey:
     seen: dict[str, list[Any]] = {}
     even: set[str] = set()
+    flops: dict[str, int] = {}
+
+    def begin(path: str, module: nn.Module, args: Any) -> None:
+        flops[path] = flops.get(path, 0) - counter.get_total_flops()
 
     def note(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        flops[path] += counter.get_total_flops()
         seen.setdefault(path, []).append(out := first_of(output))
         if args and getattr(args[0], "shape", None) == getattr(out, "shape", ()):
             even.add(path)
 
-    hooks = [module.register_forward_hook(functools.partial(note, path))
-             for path, module in model.named_modules() if path]
+    hooks = [hook for path, module in model.named_modules() if path for hook in (
+        module.register_forward_pre_hook(functools.partial(begin, path)),
+        module.register_forward_hook(functools.partial(note, path)))]
+    counter = FlopCounterMode(display=False)
     try:
-        with untouched(model), torch.no_grad(), spelled_out(), FlopCounterMode(display=False) as counter:
+        with untouched(model), torch.no_grad(), spelled_out(), counter:
             args, kwargs = arguments(example)
             model.eval()(*args, **kwargs)
     except Exception as error:
@@ -150,8 +158,8 @@ def survey(model: nn.Module, example: Any) -> Survey:
         for hook in hooks:
             hook.remove()
     params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counted = {path.partition(".")[2]: sum(of.values()) for path, of in counter.get_flop_counts().items()}
-    return Survey(seen, even, Cost(params, counter.get_total_flops() // samples_of(example)), counted)
+    flops[""] = counter.get_total_flops()
+    return Survey(seen, even, Cost(params, flops[""] // samples_of(example)), flops)
 
 
 def find_places(model: nn.Module, asked: Asked, example: Any) -> tuple[list[Place], Cost]:
