@@ -48,8 +48,8 @@ class Depths:
         return next((depth for depth in reversed(self.every) if depth.targets >= ENOUGH), self.every[0])
 
     def __str__(self) -> str:
-        lines = [f"every row costs the FLOPs of {self.yours.steps:,} steps of yours; {self.targets:,} targets "
-                 "a step",
+        lines = [f"every row costs the FLOPs of {self.yours.steps:,} steps of yours; "
+                 f"{self.targets:,} targets a step",
                  f"{'blocks':>11}  {'parameters':>13}  {'steps':>9}  targets/parameter"]
         shown = [min((abs(depth.blocks - share * self.yours.blocks), depth.blocks) for depth in self.every)[1]
                  for share in SHOWN]
