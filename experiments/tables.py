@@ -296,7 +296,9 @@ def grown_less(experiments: Mapping[str, str], arms: Mapping[str, str]) -> str:
 def nats_less(ours: str, columns: Mapping[str, Json], arms: Mapping[str, str]) -> str:
     """What our run is better by, in nats, and on how many of the texts."""
     def cell(found: Json) -> str:
-        return f"{found['better by']:+.3f} ± {found['error']:.3f}, {found['texts ahead']} of {found['texts']}" if found else ""
+        if not found or found["better by"] == found["error"] == 0:
+            return "the same" if found else ""
+        return f"{found['better by']:+.3f} ± {found['error']:.3f}, {found['texts ahead']} of {found['texts']}"
 
     return table([f"{ours}, less", *columns], ([told, *(cell(each.get(arm)) for each in columns.values())] for arm, told in arms.items()))
 
@@ -641,8 +643,8 @@ front of it. The same texts and pictures, all runs with the same FLOPs unless it
 
 {shallow}
 
-A model that is too deep for its compute (four blocks, 2e12 FLOPs or less; any on pictures) gains a little by it, one that is not loses more. Half of its
-blocks for all of the training is better where it gains, so the depth is what to choose. Waking as a copy is no better than waking as born. With as
+A model that is too deep for its compute (four blocks, 2e12 FLOPs or less) gains by it on most sets, one that is not loses. On texts half of its blocks for all of
+the training is better where it gains, and on pictures one block is better on all three, so the depth is what to choose. Waking as a copy is no better than waking as born. With as
 many steps, for three quarters of the FLOPs, it is no better than the model.
 
 ## Growing deeper
