@@ -53,15 +53,15 @@ ARMS = ("grown", "at once", "built-in", "host", "twice", "halving", "either")
 
 
 class Model(nn.Module):
-    def __init__(self, vocabulary: int, blocks: int, width: int = WIDTH) -> None:
+    def __init__(self, vocabulary: int, blocks: int, width: int = WIDTH, length: int = LENGTH) -> None:
         super().__init__()
-        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
+        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.place.weight, std=0.02)
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
                                     for _ in range(blocks))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.token(x) + self.place.weight
@@ -77,7 +77,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 class Data:
     """A text as numbers, in three parts."""
 
-    batch = BATCH
+    batch, length = BATCH, LENGTH
 
     def __init__(self, text: bytes, width: int = WIDTH) -> None:
         self.width = width
@@ -89,22 +89,22 @@ class Data:
         self.train, self.seen, self.test = tokens[: n * 18 // 20], tokens[n * 18 // 20 : n * 19 // 20], tokens[n * 19 // 20 :]
 
     def build(self, blocks: int) -> nn.Module:
-        return Model(self.vocabulary, blocks, self.width)
+        return Model(self.vocabulary, blocks, self.width, self.length)
 
     def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            yield windows(self.train, torch.randint(len(self.train) - LENGTH - 1, (BATCH,), generator=generator))
+            yield windows(self.train, torch.randint(len(self.train) - self.length - 1, (self.batch,), generator=generator), self.length)
 
     def held_out(self, test: bool) -> list[tuple[Tensor, Tensor]]:
         """Windows that cover a part evenly: few where decisions are made, more at the end."""
         tokens = self.test if test else self.seen
-        starts = torch.linspace(0, len(tokens) - LENGTH - 2, min(2000 if test else SEEN, len(tokens) // LENGTH)).long()
-        return [windows(tokens, some) for some in starts.split(64)]
+        starts = torch.linspace(0, len(tokens) - self.length - 2, min(2000 if test else SEEN, len(tokens) // self.length)).long()
+        return [windows(tokens, some, self.length) for some in starts.split(64)]
 
 
-def windows(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    found = tokens[starts[:, None] + torch.arange(LENGTH + 1)]
+def windows(tokens: Tensor, starts: Tensor, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    found = tokens[starts[:, None] + torch.arange(length + 1)]
     return found[:, :-1], found[:, 1:]
 
 
@@ -220,35 +220,38 @@ def arms(data: Data, blocks: int, flops: float, seed: int, kept: Path, name: str
     return done
 
 
-def read(folder: Path, name: str) -> bytes:
+def read(folder: Path, name: str, most: int = MOST) -> bytes:
     source = next(each for each in json.loads(LIST.read_text())["sources"] if each["name"] == name)
     with tarfile.open(folder / archive(source["package"]), "r:gz") as held:
         found = sorted((entry for entry in held if entry.isfile() and fnmatch(entry.name, source["files"])), key=lambda entry: entry.name)
-        return b"".join(file.read() for entry in found if (file := held.extractfile(entry)))[:MOST]
+        return b"".join(file.read() for entry in found if (file := held.extractfile(entry)))[:most]
 
 
 def compared(cells: list[dict[str, Any]], arm: str, ours: str = "grown") -> dict[str, float]:
     """What our run is better by, in nats; 95 % intervals over texts."""
     by_text = [statistics.fmean(cell["arms"][arm]["loss"] - cell["arms"][ours]["loss"] for cell in cells if cell["text"] == text)
                for text in sorted({cell["text"] for cell in cells})]
-    student = {3: 4.30, 5: 2.78, 6: 2.57, 10: 2.26, 12: 2.20}[len(by_text)]
+    student = {2: 12.71, 3: 4.30, 5: 2.78, 6: 2.57, 10: 2.26, 12: 2.20}[len(by_text)]
     return {"better by": statistics.fmean(by_text), "error": student * statistics.stdev(by_text) / math.sqrt(len(by_text)),
             "texts ahead": sum(value > 0 for value in by_text), "texts": len(by_text)}
 
 
-def play_all(description: str | None, name: str, play: Callable[..., dict[str, Any]],
-             cells: Sequence[tuple[str, str, int]]) -> tuple[argparse.Namespace, list[dict[str, Any]]]:
-    """The command of an experiment plays each cell (regime, text, seed); returns its options and what was played."""
+def play_all(description: str | None, name: str, play: Callable[..., dict[str, Any]], cells: Sequence[tuple[str, str, int]],
+             on_device: bool = False) -> tuple[argparse.Namespace, list[dict[str, Any]]]:
+    """The command of an experiment plays each cell (regime, text, seed); returns its options and what was played.
+    `on_device`: `play` takes a device, too."""
     made: argparse.ArgumentParser = parser(description)
     made.add_argument("folder", metavar="FOLDER")
     made.add_argument("--workers", type=int, default=1)
     made.add_argument("--cache", type=Path, default=Path(f"{name}-cache"))
+    made.add_argument("--only", default="", help="cells whose regime begins so")
     options = made.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
+    device = [options.device] * on_device
     with ProcessPoolExecutor(options.workers) as pool:
-        return options, list(pool.map(play, *zip(*((text, options.folder, regime, seed, str(options.cache))
-                                                   for regime, text, seed in cells), strict=True)))
+        return options, list(pool.map(play, *zip(*((text, options.folder, regime, seed, str(options.cache), *device)
+                                                   for regime, text, seed in cells if regime.startswith(options.only)), strict=True)))
 
 
 def run(description: str | None, name: str, play: Callable[..., dict[str, Any]], cells: Sequence[tuple[str, str, int]],

@@ -47,10 +47,12 @@ def main() -> None:
     options.add_argument("--scenarios", type=int, default=256)
     options.add_argument("--start", type=int, default=SPARE, help="the first validation scenario")
     options.add_argument("--flop-prices", type=float, nargs="+", default=[0.005, 0.02])
+    options.add_argument("--rows", type=int, default=256, help="hosts at a time")
     chosen = options.parse_args()
     torch.set_num_threads(1)
     member = next(each for each in read_mind(MIND) if each.about["family"] == chosen.family)
-    env, began = priced(env_of(member), tuple(chosen.flop_prices)), time.monotonic()
+    env = dataclasses.replace(priced(env_of(member), tuple(chosen.flop_prices)), device=chosen.device)
+    began = time.monotonic()
 
     def decides(spec: ActionSpec) -> PolicyBundle:
         return Learned(member.controller.bound_to(spec), greedy=True)
@@ -58,7 +60,7 @@ def main() -> None:
     def say(*told: object) -> None:
         print(f"{time.monotonic() - began:5.0f} s", *told, flush=True)
 
-    tuned = tune(Evaluator(dataclasses.replace(env, previews=None)), chosen.episodes, 256, watch=say)
+    tuned = tune(Evaluator(dataclasses.replace(env, previews=None)), chosen.episodes, chosen.rows, watch=say)
     drawn = env.family.scenarios(chosen.scenarios, "validation", chosen.start)
     court = EvaluationSet(env, None, tuned, drawn, MorphogeneticEnv)
     played = court.play_all([Contestant(MIND, decides, member.about["episodes"])], Workers(), say)

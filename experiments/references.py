@@ -1,19 +1,24 @@
 """Static hosts against plain PyTorch and published figures: the same recipe, batches and number of steps, in one run.
 
     python -m experiments.references diabetes fashion shakespeare cifar10 --text tinyshakespeare.txt
+    python -m experiments.references cifar10-long shakespeare-long --text tinyshakespeare.txt --device cuda --workers 3
 
 Hosts train as one population; plain modules are written here anew and train in a loop with `torch.optim`. Each has inits of
 its own, so figures agree within their errors, not bit for bit. Test splits are opened once, at the end, and nothing is chosen
-with them; Shakespeare's last tenth is the validation split of the published figure. Writes
+with them; Shakespeare's last tenth is the validation split of the published figure, which is the best loss that was seen on it. Of what
+is `long`, plain modules run on a GPU, each in a process of its own where there are workers, and matrix products are of TF32. Writes
 experiments/results/references-NAME.json for each.
 """
 
 import math
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,18 +40,20 @@ class PlainAttention(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    def __init__(self, vocabulary: int, length: int, width: int, blocks: int, heads: int) -> None:
+    def __init__(self, vocabulary: int, length: int, width: int, blocks: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.place.weight, std=0.02)
-        self.attend = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), PlainAttention(width, heads)) for _ in range(blocks))
+        self.dropout = nn.Dropout(dropout)
+        self.attend = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), PlainAttention(width, heads), nn.Dropout(dropout))
+                                    for _ in range(blocks))
         self.think = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
-                                                 nn.Linear(4 * width, width)) for _ in range(blocks))
+                                                 nn.Linear(4 * width, width), nn.Dropout(dropout)) for _ in range(blocks))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.token(x) + self.place.weight
+        h = self.dropout(self.token(x) + self.place.weight)
         for attend, think in zip(self.attend, self.think, strict=True):
             h = h + attend(h)
             h = h + think(h)
@@ -65,13 +72,13 @@ class PlainBlock(nn.Module):
         return F.relu(h + (x if self.skip is None else self.norms[2](self.skip(x))))
 
 
-def plain_resnet() -> nn.Module:
-    blocks, before = [], 16
+def plain_resnet(depth: int = 3) -> nn.Module:
+    stages, before = [], 16
     for width in (16, 32, 64):
-        for block in range(3):
-            blocks.append(PlainBlock(before, width, 2 if width > 16 and not block else 1))
-            before = width
-    return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(), *blocks,
+        stages.append(nn.Sequential(*(PlainBlock(width if block else before, width, 2 if width > before and not block else 1)
+                                      for block in range(depth))))
+        before = width
+    return nn.Sequential(nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(), *stages,
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -90,7 +97,7 @@ def plain_mlp() -> nn.Module:
 class Reference:
     """A host, the plain module beside it, a recipe, and what others report."""
 
-    host: Host
+    host: Callable[[], Host]
     plain: Callable[[], nn.Module]
     optim: OptimConfig
     batch: int
@@ -98,17 +105,32 @@ class Reference:
     published: str
     most: int = 0
     """Steps in an epoch at the most; 0 is all samples."""
+    augment: bool = False
+    """Pictures are moved by up to four pixels and mirrored."""
+    every: int = 16
+    """Tokens between the windows of a text."""
+    watched: bool = False
+    """The validation split is looked at after every epoch; the best score is reported."""
+
+
+def long_gpt() -> nn.Module:
+    return PlainGPT(65, 256, 384, 6, 6, 0.2)
 
 
 REFERENCES = {
-    "diabetes": Reference(Host("mlp", (10,), (16, 16), 1), plain_mlp, OptimConfig(lr=3e-3, weight_decay=0.1), 26, 40,
+    "diabetes": Reference(lambda: Host("mlp", (10,), (16, 16), 1), plain_mlp, OptimConfig(lr=3e-3, weight_decay=0.1), 26, 40,
                           "ridge on the same splits (below)"),
-    "fashion": Reference(Host("cnn", (1, 28, 28), (16, 32, 64)), plain_cnn, OptimConfig(lr=5e-3), 100, 3,
+    "fashion": Reference(lambda: Host("cnn", (1, 28, 28), (16, 32, 64)), plain_cnn, OptimConfig(lr=5e-3), 100, 3,
                          "small CNNs 91 to 93 % (Xiao 2017), for more epochs"),
-    "cifar10": Reference(Host("resnet"), plain_resnet, OptimConfig("sgd", lr=0.1, weight_decay=1e-4, host_clip=5.0), 128, 2,
+    "cifar10": Reference(lambda: Host("resnet"), plain_resnet, OptimConfig("sgd", lr=0.1, weight_decay=1e-4, host_clip=5.0), 128, 2,
                          "ResNet-20 91 to 92 % after 200 epochs with augmentation (He 2016)"),
-    "shakespeare": Reference(Host("gpt", (64,), (64, 64, 64), 65), lambda: PlainGPT(65, 64, 64, 3, 4),
+    "cifar10-long": Reference(lambda: Host("resnet"), plain_resnet, OptimConfig("sgd", lr=0.1, weight_decay=1e-4, host_clip=5.0), 128, 100,
+                              "ResNet-20 91 to 92 % after 200 epochs with augmentation (He 2016)", augment=True),
+    "shakespeare": Reference(lambda: Host("gpt", (64,), (64, 64, 64), 65), lambda: PlainGPT(65, 64, 64, 3, 4),
                              OptimConfig(lr=2e-3, weight_decay=0.01), 32, 10, "nanoGPT, 10.7 M parameters: 1.47 nats", 400),
+    "shakespeare-long": Reference(lambda: Host.of(long_gpt, ["think.5"], torch.zeros(1, 256, dtype=torch.int64)), long_gpt,
+                                  OptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99)), 64, 20,
+                                  "nanoGPT, 10.7 M parameters: 1.47 nats", 250, every=4, watched=True),
 }
 
 
@@ -125,62 +147,88 @@ def rate(reference: Reference, step: int, steps: int) -> float:
     return reference.optim.lr * min(20 * step / steps, (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-def ours(reference: Reference, data: TaskData, inits: int, device: str) -> Callable[[Tensor], Tensor]:
-    """Logits [inits, n, ...] of a trained population."""
-    population = Population(reference.host, inits, optim=reference.optim, device=device, seed=1,
+def moved(x: Tensor, step: int) -> Tensor:
+    """Pictures [B, C, H, W], each shifted by up to four pixels, and every second one mirrored: the same for everybody."""
+    draws, (n, _, height, width) = torch.Generator().manual_seed(step), x.shape
+    down, right, mirror = (torch.randint(most, (n, 1), generator=draws) for most in (9, 9, 2))
+    rows, columns = down + torch.arange(height), torch.arange(width)
+    columns = right + torch.where(mirror.bool(), columns.flip(0), columns)
+    samples, rows, columns = (part.to(x.device) for part in (torch.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]))
+    return F.pad(x, (4, 4, 4, 4))[samples, :, rows, columns].permute(0, 3, 1, 2)
+
+
+class Batches:
+    """What every step of a recipe learns from, on the device."""
+
+    def __init__(self, reference: Reference, data: TaskData, device: str) -> None:
+        self.reference, self.plan = reference, batches(reference, len(data.x))
+        self.x, self.y, self.steps, self.step = data.x.to(device), data.y.to(device), sum(map(len, self.plan)), 0
+
+    def epoch(self, number: int) -> Iterator[tuple[float, Tensor, Tensor]]:
+        """(learning rate, x, y)"""
+        for chosen in self.plan[number]:
+            self.step += 1
+            some = chosen.to(self.x.device)
+            x = moved(self.x[some], self.step) if self.reference.augment else self.x[some]
+            yield rate(self.reference, self.step, self.steps), x, self.y[some]
+
+
+Logits = Callable[[Tensor], Tensor]
+
+
+def ours(reference: Reference, data: TaskData, inits: range, device: str) -> Iterator[Logits]:
+    """Logits [inits, n, ...] of a population, after each epoch."""
+    rows = len(inits)
+    population = Population(reference.host(), rows, optim=reference.optim, device=device, seed=1,
                             objective=data.task.objective)
-    plan, done = batches(reference, len(data.x)), 0
-    steps = sum(map(len, plan))
-    for epoch in plan:
-        population.begin_epoch(torch.tensor([population.spec.action("WAIT")]).repeat(inits, 1))
-        for chosen in epoch:
-            done += 1
-            population.set_lr(torch.full_like(population.lr, rate(reference, done, steps)))
-            x, y = (part[chosen].to(device).unsqueeze(1) for part in (data.x, data.y))
-            population.train_step(x.expand(-1, inits, *x.shape[2:]).contiguous(),
-                                  y.expand(-1, inits, *y.shape[2:]).contiguous())
+    told = Batches(reference, data, device)
+
+    def wide(x: Tensor) -> Tensor:
+        return x.unsqueeze(1).expand(-1, rows, *x.shape[1:]).contiguous()
+
+    for epoch in range(reference.epochs):
+        population.begin_epoch(torch.tensor([population.spec.action("WAIT")]).repeat(rows, 1))
+        for lr, x, y in told.epoch(epoch):
+            population.set_lr(torch.full_like(population.lr, lr))
+            population.train_step(wide(x), wide(y))
         population.end_epoch()
-
-    def logits(x: Tensor) -> Tensor:
-        wide = x.to(device).unsqueeze(1)
-        return population.forward(wide.expand(-1, inits, *wide.shape[2:]).contiguous()).transpose(0, 1).cpu()
-
-    return logits
+        yield lambda x: population.forward(wide(x.to(device))).transpose(0, 1)
 
 
-def theirs(reference: Reference, data: TaskData, inits: int, device: str) -> Callable[[Tensor], Tensor]:
-    """The same from plain modules, one after the other."""
-    config, nets = reference.optim, []
-    for init in range(inits):
+def theirs(reference: Reference, data: TaskData, inits: range, device: str) -> Iterator[Logits]:
+    """The same of plain modules."""
+    nets, optimizers, config = [], [], reference.optim
+    for init in inits:
         torch.manual_seed(init)
-        net = reference.plain().to(device)
-        optim = (torch.optim.SGD(net.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay)
-                 if config.kind == "sgd" else torch.optim.AdamW(net.parameters(), config.lr, config.betas, config.eps,
-                                                                config.weight_decay))
-        plan = [chosen for epoch in batches(reference, len(data.x)) for chosen in epoch]
-        for done, chosen in enumerate(plan, start=1):
-            for group in optim.param_groups:
-                group["lr"] = rate(reference, done, len(plan))
-            out, y = net(data.x[chosen].to(device)), data.y[chosen].to(device)
-            optim.zero_grad()
-            loss = F.mse_loss(out[:, 0], y) if y.is_floating_point() else F.cross_entropy(out.flatten(0, -2), y.flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(net.parameters(), config.host_clip)
-            optim.step()
-        nets.append(net.eval())
+        nets.append(net := reference.plain().to(device))
+        optimizers.append(torch.optim.SGD(net.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay)
+                          if config.kind == "sgd" else
+                          torch.optim.AdamW(net.parameters(), config.lr, config.betas, config.eps, config.weight_decay))
+    told = Batches(reference, data, device)
 
     @torch.no_grad()
     def logits(x: Tensor) -> Tensor:
-        return torch.stack([net(x.to(device)).cpu() for net in nets])
+        return torch.stack([net.eval()(x.to(device)) for net in nets])
 
-    return logits
+    for epoch in range(reference.epochs):
+        for lr, x, y in told.epoch(epoch):
+            for net, optim in zip(nets, optimizers, strict=True):
+                for group in optim.param_groups:
+                    group["lr"] = lr
+                out = net.train()(x)
+                optim.zero_grad()
+                loss = F.mse_loss(out[:, 0], y) if y.is_floating_point() else F.cross_entropy(out.flatten(0, -2), y.flatten())
+                loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), config.host_clip)
+                optim.step()
+        yield logits
 
 
-def scores(logits: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> list[float]:
+def scores(logits: Logits, x: Tensor, y: Tensor) -> list[float]:
     """R2, accuracy, or loss in nats for tokens; one for each init."""
-    total, count = torch.zeros(()), 0
-    for a, b in zip(x.split(500), y.split(500), strict=True):
-        out = logits(a)
+    total, count, size = torch.zeros(()), 0, 500 if y.dim() == 1 else 64
+    for a, b in zip(x.split(size), y.split(size), strict=True):
+        out = logits(a).cpu()
         if b.is_floating_point():
             each = 1 - (out[..., 0] - b).square()
         elif b.dim() > 1:
@@ -191,8 +239,8 @@ def scores(logits: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> list[flo
     return (total / count).tolist()
 
 
-def shakespeare(text: Path, length: int) -> TaskData:
-    """The first nine tenths train, the last is held out; windows begin at any byte that is a multiple of 16."""
+def shakespeare(text: Path, length: int, every: int) -> TaskData:
+    """The first nine tenths train, the last is held out."""
     raw = torch.tensor(list(text.read_bytes()))
     tokens = torch.unique(raw, return_inverse=True)[1]
     cut = len(tokens) * 9 // 10
@@ -201,7 +249,7 @@ def shakespeare(text: Path, length: int) -> TaskData:
         whole = part.unfold(0, length + 1, step)
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 
-    (x, y), (held_x, held_y) = windows(tokens[:cut], 16), windows(tokens[cut:], length)
+    (x, y), (held_x, held_y) = windows(tokens[:cut], every), windows(tokens[cut:], length)
     task = replace(load_task("digits").task, name="shakespeare", objective="next_token", inputs=(length,),
                    classes=int(tokens.max()) + 1)
     return TaskData(task, x, y, held_x, held_y)
@@ -216,24 +264,57 @@ def ridge(data: TaskData, x: Tensor, y: Tensor) -> dict[str, float]:
     return {"alpha": best.alpha, "score": float(1 - ((best.predict(x.numpy()) - y.numpy()) ** 2).mean())}
 
 
-def measure(name: str, inits: int, text: Path, device: str) -> dict[str, object]:
+WAYS = {"population": ours, "plain": theirs}
+
+
+def play(name: str, way: str, inits: range, text: Path, device: str) -> dict[str, Any]:
+    """What a way comes to, for each init, and the seconds that its training took."""
     reference = REFERENCES[name]
-    data = shakespeare(text, reference.host.inputs[0]) if name == "shakespeare" else load_task(name)
-    result: dict[str, object] = {"parameters": reference.host.cost.params, "epochs": reference.epochs, "batch": reference.batch,
-                                 "steps": sum(map(len, batches(reference, len(data.x)))), "published": reference.published,
-                                 "plain_parameters": sum(p.numel() for p in reference.plain().parameters())}
-    trained = {}
-    for way, train in (("population", ours), ("plain", theirs)):
-        begin = time.perf_counter()
-        trained[way] = train(reference, data, inits, device)
-        result[f"{way}_seconds"] = round(time.perf_counter() - begin, 1)
+    torch.set_float32_matmul_precision("high" if "long" in name else "highest")
+    data = data_of(name, text)
+    begin, looks, curve = time.perf_counter(), 0.0, []
+    for logits in WAYS[way](reference, data, inits, device):
+        if reference.watched:
+            paused = time.perf_counter()
+            curve.append(scores(logits, data.validation_x, data.validation_y))
+            looks += time.perf_counter() - paused
+            print(name, way, len(curve), curve[-1], flush=True)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin - looks
+    if reference.watched:
+        return {"all": [min(each) for each in zip(*curve, strict=True)], "seconds": seconds, "curve": curve}
     x, y = (data.validation_x, data.validation_y) if name == "shakespeare" else open_test(
-        name, ProofKey("reference figures of static hosts: no choice is made with it"))
-    for way, logits in trained.items():
-        values = scores(logits, x, y)
+        data.task.name, ProofKey("reference figures of static hosts: no choice is made with it"))
+    return {"all": scores(logits, x, y), "seconds": seconds}
+
+
+def data_of(name: str, text: Path) -> TaskData:
+    task, _, _ = name.partition("-")
+    reference = REFERENCES[name]
+    return shakespeare(text, reference.host().inputs[0], reference.every) if task == "shakespeare" else load_task(task)
+
+
+def measure(name: str, inits: int, text: Path, device: str, workers: int) -> dict[str, object]:
+    reference, data = REFERENCES[name], data_of(name, text)
+    plain = [("plain", range(each, each + 1)) for each in range(inits)] if workers > 1 else [("plain", range(inits))]
+    jobs = [("population", range(inits)), *plain]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        done = list(pool.map(play, *zip(*((name, *job, text, device) for job in jobs), strict=True)))
+    result: dict[str, Any] = {
+        "parameters": reference.host().cost.params, "epochs": reference.epochs, "batch": reference.batch,
+        "steps": sum(map(len, batches(reference, len(data.x)))), "published": reference.published,
+        "plain_parameters": sum(p.numel() for p in reference.plain().parameters()), "processes": workers}
+    for way in WAYS:
+        parts = [each for each, job in zip(done, jobs, strict=True) if job[0] == way]
+        values = [value for part in parts for value in part["all"]]
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        result[f"{way}_seconds"] = round(sum(part["seconds"] for part in parts), 1)
         result[way] = {"mean": statistics.fmean(values), "error": error, "all": values}
+        if reference.watched:
+            result[way]["curves"] = [part["curve"] for part in parts]
     if name == "diabetes":
+        x, y = open_test(name, ProofKey("reference figures of static hosts: no choice is made with it"))
         result["ridge"] = ridge(data, x, y)
     return result
 
@@ -243,9 +324,10 @@ def main() -> None:
     options.add_argument("names", nargs="+", choices=REFERENCES)
     options.add_argument("--inits", type=int, default=2)
     options.add_argument("--text", type=Path, default=Path("tinyshakespeare.txt"))
+    options.add_argument("--workers", type=int, default=1)
     chosen = options.parse_args()
     for name in chosen.names:
-        result = measure(name, chosen.inits, chosen.text, chosen.device)
+        result = measure(name, chosen.inits, chosen.text, chosen.device, chosen.workers)
         print(name, result, flush=True)
         write(chosen, f"references-{name}", result)
 
