@@ -27,7 +27,7 @@ from experiments.shared import write
 TEXTS = ("mail", "cities", "wordnet", "chinese", "rights", "stars")
 NETS = ("cifar10-0", "cifar10-1")
 LR, NETS_LR = 1e-3, 3e-3
-REGIMES = {"GPT, 1.2e14 FLOPs": (1.2e14, (1, 2, 4, 8)), "GPT, 4e14 FLOPs": (4e14, (1, 2, 4, 8)), "GPT, 1.2e15 FLOPs": (1.2e15, (1, 2, 4, 8)),
+REGIMES = {"GPT, 1.2e14 FLOPs": (1.2e14, (1, 2, 4, 8)), "GPT, 4e14 FLOPs": (4e14, (1, 2, 4, 8)), "GPT, 1.2e15 FLOPs": (1.2e15, (2, 4, 8)),
            "ResNet, 1.7e14 FLOPs": (1.7e14, (1, 2, 3, 5, 9)), "ResNet, 5e14 FLOPs": (5e14, (1, 2, 3, 5, 9))}
 """Name -> (FLOPs, depths; the deepest is the user's)."""
 SEARCHED = "GPT, 4e14 FLOPs"

@@ -129,7 +129,7 @@ REFERENCES = {
     "shakespeare": Reference(lambda: Host("gpt", (64,), (64, 64, 64), 65), lambda: PlainGPT(65, 64, 64, 3, 4),
                              OptimConfig(lr=2e-3, weight_decay=0.01), 32, 10, "nanoGPT, 10.7 M parameters: 1.47 nats", 400),
     "shakespeare-long": Reference(lambda: Host.of(long_gpt, ["think.5"], torch.zeros(1, 256, dtype=torch.int64)), long_gpt,
-                                  OptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99)), 64, 20,
+                                  OptimConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99)), 64, 10,
                                   "nanoGPT, 10.7 M parameters: 1.47 nats", 250, every=4, watched=True),
 }
 
