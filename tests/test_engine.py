@@ -1,6 +1,10 @@
 """The engine computes what the general path does. Without a GPU its kernels run in Triton's interpreter."""
 
 import copy
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -280,3 +284,29 @@ def test_an_environment_measures_the_same(monkeypatch: pytest.MonkeyPatch, devic
     for ours, general in zip(play(True), play(False), strict=True):
         for name, tensor in ours.items():
             torch.testing.assert_close(tensor, general[name], rtol=1e-3, atol=1e-3, equal_nan=True, msg=name)
+
+
+UPDATE_FOR_HOPPER = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from esper.kasmina.engine.update import update
+
+constants = dict(CLIP=1.0, BETA1=0.9, BETA2=0.999, LOG1=-0.1, LOG2=-0.001, EPS=1e-8, SGD=False, FROZEN=True, BLOCK=512)
+types = dict(steps="*i64", sizes="*i32", kinds="*i32", flags="*i32", finite="*i8", stride="i32", rows="i32", width="i32", chunks="i32")
+names = update.arg_names
+signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+values = {(names.index(name),): value for name, value in constants.items()}
+source = ASTSource(update, signature, values)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+"""
+
+
+def test_every_warp_reads_the_count_of_steps_before_it_is_written() -> None:
+    """On a shared device warps drift apart: one that read late corrected its bias for a step too many."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run([sys.executable, "-c", UPDATE_FOR_HOPPER], env=environment, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    order = re.findall(r"ld\.global\.b64|bar\.sync|st\.global\.b64", made.stdout)
+    assert order.count("st.global.b64") == 1  # whole numbers of 64 bits are counts
+    assert order[order.index("ld.global.b64") :] == ["ld.global.b64", "bar.sync", "st.global.b64"]

@@ -33,6 +33,7 @@ def update(theta, first, second, steps, grads, trainable, sizes, kinds, flags, f
     scale = CLIP / (norm + 1e-6)
     scale = tl.where(scale > 1.0, 1.0, scale)
     step = tl.load(steps + row) + 1
+    tl.debug_barrier()  # every warp reads the count before it is written
     tl.store(steps + row, step)
     rate, shrink = tl.load(lr + row * stride), tl.load(decay + row * stride)
     unbias1 = 1 - tl.exp(step.to(tl.float64) * LOG1)
