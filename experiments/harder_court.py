@@ -4,19 +4,21 @@
 
 Plays a family as it ships, but with a price on extra FLOPs: half a point, or two, for as many as the bare host's training takes.
 Every control is tuned on it with at least so many episodes; the shipped controller, which was trained where compute was free, plays
-as it is. Validation scenarios and samples: the test split stays closed. Writes experiments/results/harder_court-FAMILY.json; with
-`--flop-prices 0`, where compute is free as in the family that ships, harder_court-FAMILY-free.json.
+as it is. Validation scenarios and samples: the test split stays closed. Controls are kept in --cache as they are tuned, so that a killed command
+goes on. Writes experiments/results/harder_court-FAMILY.json; with `--flop-prices 0`, where compute is free as in the family that ships,
+harder_court-FAMILY-free.json.
 """
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from esper.leyline import ActionSpec
 from esper.leyline.codec import to_dict
-from esper.simic.proof.baselines import tune
+from esper.simic.proof.baselines import Tuned, tune
 from esper.simic.proof.claims import Arm, interval
 from esper.simic.proof.evaluator import Evaluator
 from esper.simic.proof.proving import SPARE, Contestant, EvaluationSet, Part, ProofResults
@@ -48,6 +50,7 @@ def main() -> None:
     options.add_argument("--start", type=int, default=SPARE, help="the first validation scenario")
     options.add_argument("--flop-prices", type=float, nargs="+", default=[0.005, 0.02])
     options.add_argument("--rows", type=int, default=256, help="hosts at a time")
+    options.add_argument("--cache", type=Path, default=Path("harder_court-cache"))
     chosen = options.parse_args()
     torch.set_num_threads(1)
     member = next(each for each in read_mind(MIND) if each.about["family"] == chosen.family)
@@ -60,7 +63,11 @@ def main() -> None:
     def say(*told: object) -> None:
         print(f"{time.monotonic() - began:5.0f} s", *told, flush=True)
 
-    tuned = tune(Evaluator(dataclasses.replace(env, previews=None)), chosen.episodes, chosen.rows, watch=say)
+    name = f"{chosen.family}{'' if any(chosen.flop_prices) else '-free'}"
+    kept = chosen.cache / f"{name}.json"
+    chosen.cache.mkdir(parents=True, exist_ok=True)
+    tuned = tune(Evaluator(dataclasses.replace(env, previews=None)), chosen.episodes, chosen.rows, watch=say,
+                 known=Tuned.load(kept) if kept.exists() else None, keep=lambda tuned: tuned.save(kept))
     drawn = env.family.scenarios(chosen.scenarios, "validation", chosen.start)
     court = EvaluationSet(env, None, tuned, drawn, MorphogeneticEnv)
     played = court.play_all([Contestant(MIND, decides, member.about["episodes"])], Workers(), say)
@@ -72,11 +79,11 @@ def main() -> None:
     result["controller less control"] = {name: compared(arms["learned"], arm) for name, arm in arms.items() if name != "learned"}
     result["best of K"] = {"plans in a set": [len(each) for each in to_dict(tuned)["portfolio"]["sets"]]}
     result["preview-greedy"] = to_dict(tuned)["greedy"]
-    for name, each in result["controller less control"].items():
-        about = result["above no growth"][name]
-        print(f"{name:<28} {about['points']:+6.2f} at {about['flops']:.2f} FLOPs; controller less it "
+    for control, each in result["controller less control"].items():
+        about = result["above no growth"][control]
+        print(f"{control:<28} {about['points']:+6.2f} at {about['flops']:.2f} FLOPs; controller less it "
               f"{each['points']:+6.2f} ({each['low']:+.2f} to {each['high']:+.2f})")
-    write(chosen, f"harder_court-{chosen.family}{'' if any(chosen.flop_prices) else '-free'}", result)
+    write(chosen, f"harder_court-{name}", result)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import gc
 import importlib.util
 import itertools
 import json
 import os
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 from typing import cast
 
@@ -65,6 +67,24 @@ def somebody() -> Planned:
 @pytest.fixture(scope="module")
 def rows(evaluator: Evaluator) -> dict[str, Row]:
     return table(evaluator, TUNED, FAMILY.scenarios(N), somebody())
+
+
+def test_an_evaluator_holds_two_environments() -> None:
+    """A search plays in a dozen sizes, and on a GPU each has gigabytes of buffers."""
+    evaluator = Evaluator(CONFIG, make=on_toy_data)
+    on_toy_data(CONFIG, 2)  # what PyTorch imports at first use keeps the frames that asked for it
+    gc.disable()
+    try:
+        made = []
+        for rows in (3, 4, 5):
+            evaluator.play(Random(0), FAMILY.scenarios(rows))
+            made.append(weakref.ref(evaluator.environment(rows)))
+        again = evaluator.environment(4)
+        evaluator.environment(6)
+        assert [found() is None for found in made] == [True, False, True]
+        assert again is evaluator.environment(4)
+    finally:
+        gc.enable()
 
 
 def test_every_control_keeps_its_promise(rows: dict[str, Row]) -> None:
