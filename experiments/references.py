@@ -308,7 +308,7 @@ def measure(name: str, inits: int, text: Path, device: str, workers: int) -> dic
     for way in WAYS:
         parts = [each for each, job in zip(done, jobs, strict=True) if job[0] == way]
         values = [value for part in parts for value in part["all"]]
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         result[f"{way}_seconds"] = round(sum(part["seconds"] for part in parts), 1)
         result[way] = {"mean": statistics.fmean(values), "error": error, "all": values}
         if reference.watched:
