@@ -2,7 +2,7 @@
 
     python -m experiments.depths_at_size FOLDER --device cuda --workers 5
 
-As experiments.depths, with its optimizer, schedules, splits and counting of FLOPs, on the six longest texts of experiments/universe/texts.json that were at
+As experiments.depths, with its rule, optimizer, schedules, splits and counting of FLOPs, on the six longest texts of experiments/universe/texts.json that were at
 hand: GPTs 256 wide on 64 windows of 256 bytes a step, whose user comes with eight blocks (6.5 million parameters); and residual nets for CIFAR-10
 (`esper tasks add-data`), one to nine blocks a stage, 128 pictures a step, moved and mirrored, whose user comes with 56 layers. Matrix products are of TF32.
 The loss of pictures is in nats, too, on the part that chooses nothing: Esper's validation split, while a tenth of the training split is `seen`.
@@ -21,6 +21,7 @@ import esper
 from esper.leyline.storage import atomic_write
 from esper.tolaria import load_task
 from experiments.deeper import Data, Run, compared, halving, play_all, read, step_flops
+from experiments.depths import first
 from experiments.references import moved, plain_resnet
 from experiments.shared import write
 
@@ -96,7 +97,8 @@ def play(name: str, folder: str, regime: str, seed: int, cache: str, device: str
     rate = NETS_LR if name in NETS else LR
     done: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     table = esper.depths(data.build(max(tried)), example=next(data.batches(0)), steps=int(flops / step_flops(data, max(tried))))
-    named = table.best.blocks // len(table.best.stacks)  # of every stage
+    best = first(table)
+    named = best.blocks // len(best.stacks)  # of every stage
     depths = sorted({*tried, named})
     for arm in (*map(str, depths), *["halving"] * (regime == SEARCHED)):
         if arm in done:

@@ -109,17 +109,35 @@ class Recurrent(nn.Module):
         return h + self.lstm(h)[0]
 
 
-@pytest.mark.parametrize(("steps", "blocks"), [(1, 1), (100, 1), (400, 2), (1000, 4), (3000, 8), (100_000, 16)])
-def test_the_deepest_that_sees_twenty_for_each_parameter_is_best(steps: int, blocks: int) -> None:
+@pytest.mark.parametrize(("steps", "blocks"), [(1, 1), (1000, 1), (3000, 2), (20_000, 4), (100_000, 8), (1_000_000, 16)])
+def test_the_deepest_that_sees_enough_for_each_parameter_is_best(steps: int, blocks: int) -> None:
     table = esper.depths(Deep(4), example=torch.randn(10, 6), steps=steps)
     assert table.best.blocks == blocks
-    enough = [depth.blocks for depth in table.every if depth.targets >= 20]
+    assert [depth.enough for depth in table.every] == [80 * depth.blocks for depth in table.every]
+    enough = [depth.blocks for depth in table.every if depth.targets >= depth.enough]
     assert blocks == max(enough, default=1)
     shown = [line for line in str(table).splitlines() if line.endswith(("best", "best, or deeper"))]
     assert len(shown) == 1
     assert shown[0].split()[0] == str(blocks)
     assert ("or deeper" in shown[0]) == (blocks == 16)
     assert all(len(line) <= 80 for line in str(table).splitlines())
+
+
+@pytest.mark.parametrize(("make", "example", "width"), [
+    (lambda: nn.TransformerEncoderLayer(24, 2, 48, batch_first=True), torch.randn(5, 7, 24), 24),
+    (lambda: nn.TransformerEncoderLayer(24, 2, 48), torch.randn(7, 5, 24), 24),
+    (lambda: nn.Sequential(nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()), torch.randn(5, 12, 9, 9), 12),
+    (lambda: nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12)), torch.randn(5, 9, 9, 12), 12),
+    (lambda: nn.Sequential(nn.Conv1d(12, 12, 3, padding=1), nn.ReLU()), torch.randn(5, 12, 40), 12)])
+def test_a_narrow_block_asks_for_more(make: Any, example: torch.Tensor, width: int) -> None:
+    """Wherever its channels are."""
+    table = esper.depths(nn.Sequential(make(), make(), make()), example=example, steps=10)
+    assert [depth.enough for depth in table.every[:3]] == pytest.approx([640 / width, 1280 / width, 1920 / width])
+
+
+def test_stages_ask_together() -> None:
+    table = esper.depths(Mixed(5), example=torch.randn(4, 6), steps=100)
+    assert table.yours.enough == pytest.approx(640 * (5 / 8 + 5 / 16))
 
 
 class Named(Deep):

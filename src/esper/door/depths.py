@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from esper.door.asked import ENOUGH
 from esper.door.places import Survey, bare, copyable, samples_of, survey
 from esper.leyline import EsperError
 
+ENOUGH = 640
+"""Targets that each parameter should see for a block, times the width: 20 for one block 32 wide."""
 SHOWN = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """Depths of the printed table, as shares of the user's."""
 IGNORED = -100
@@ -27,6 +28,8 @@ class Depth(NamedTuple):
     steps: int
     targets: float
     """For each parameter, over all steps."""
+    enough: float
+    """What `targets` should be: the deeper and narrower, the more."""
 
     @property
     def blocks(self) -> int:
@@ -45,12 +48,12 @@ class Depths:
     @property
     def best(self) -> Depth:
         """The deepest that sees enough targets, or the shallowest."""
-        return next((depth for depth in reversed(self.every) if depth.targets >= ENOUGH), self.every[0])
+        return next((depth for depth in reversed(self.every) if depth.targets >= depth.enough), self.every[0])
 
     def __str__(self) -> str:
         lines = [f"every row costs the FLOPs of {self.yours.steps:,} steps of yours; "
                  f"{self.targets:,} targets a step",
-                 f"{'blocks':>11}  {'parameters':>13}  {'steps':>9}  targets/parameter"]
+                 f"{'blocks':>11}  {'parameters':>13}  {'steps':>9}  targets each  enough"]
         shown = [min((abs(depth.blocks - share * self.yours.blocks), depth.blocks) for depth in self.every)[1]
                  for share in SHOWN]
         for depth in self.every:
@@ -59,16 +62,16 @@ class Depths:
             if depth.blocks in shown or any(notes.values()):
                 parts = "+".join(map(str, depth.stacks.values()))
                 told = ", ".join(name for name, true in notes.items() if true)
-                lines.append(f"{parts:>11}  {depth.params:13,d}  {depth.steps:9,d}  {depth.targets:17.1f}"
-                             + f"  <- {told}" * bool(told))
+                lines.append(f"{parts:>11}  {depth.params:13,d}  {depth.steps:9,d}  {depth.targets:12.1f}"
+                             f"  {depth.enough:6.1f}" + f"  <- {told}" * bool(told))
         return "\n".join(lines)
 
 
 def depths(model: nn.Module, *, example: Any, steps: int, targets: int | None = None,
            blocks: str | Sequence[str] = "auto") -> Depths:
     """How deep a model that learns from scratch should be: a table of depths that it could have, all with the
-    FLOPs of `steps` steps of it as it is. `best` is the deepest that sees at least 20 targets for each
-    parameter. Nothing is trained.
+    FLOPs of `steps` steps of it as it is. `best` is the deepest that sees at least 640 targets for each
+    parameter and block, divided by the width. Nothing is trained.
 
     example: a batch as every step has it: a tensor, (inputs, labels), or a dict of keywords.
     steps: of the optimizer that the model as it is would be trained for.
@@ -89,6 +92,8 @@ def depths(model: nn.Module, *, example: Any, steps: int, targets: int | None = 
     lengths = {name: _like(model, paths[0]) for name, paths in stacks.items()}
     sizes = {name: statistics.median_low(found) for name, found in _sizes(model, stacks).items()}
     flops = {name: statistics.median(told.flops[path] for path in paths) for name, paths in stacks.items()}
+    widths = {name: _width(model.get_submodule(first), told.seen[first][0])
+              for name, (first, *_) in stacks.items()}
     if not all(flops.values()):
         raise EsperError("PyTorch counts no FLOPs in these blocks; depths cannot tell what they cost")
     found: dict[tuple[int, ...], Depth] = {}
@@ -100,7 +105,8 @@ def depths(model: nn.Module, *, example: Any, steps: int, targets: int | None = 
         params = told.cost.params + sum(more[name] * size for name, size in sizes.items())
         cost = told.flops[""] + sum(more[name] * size for name, size in flops.items())
         longer = steps * told.flops[""] / cost
-        found[tuple(counts.values())] = Depth(counts, params, round(longer), longer * each / params)
+        enough = ENOUGH * sum(count / widths[name] for name, count in counts.items())
+        found[tuple(counts.values())] = Depth(counts, params, round(longer), longer * each / params, enough)
     return Depths(tuple(found.values()), found[tuple(lengths.values())], each)
 
 
@@ -142,6 +148,12 @@ def _sizes(model: nn.Module, stacks: Mapping[str, Sequence[str]]) -> dict[str, l
         owners.update(() if module in inside else module.parameters(recurse=False))
     return {name: [sum(p.numel() for p in blocks[path].parameters() if owners[p] == 1) for path in paths]
             for name, paths in stacks.items()}
+
+
+def _width(block: nn.Module, out: Tensor) -> int:
+    """Channels of what a block gives: the extent that its parameters have most often."""
+    sizes = Counter(size for p in block.parameters() for size in p.shape)
+    return max(out.shape[1:] or out.shape, key=lambda size: sizes[size])
 
 
 def _labels(batch: Any) -> int:
