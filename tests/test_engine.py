@@ -12,10 +12,11 @@ import torch
 
 from esper.kasmina import Host, Impairments, OptimConfig, Population, engine, register_blueprint
 from esper.kasmina.blueprints import BLUEPRINTS
+from esper.kasmina.engine import engine as engine_module
 from esper.kasmina.engine.epoch import EngineEpoch
 from esper.kasmina.layers import Modulate
 from esper.kasmina.packing import Prefix
-from esper.leyline import LifecycleOp, SeedStage, Style
+from esper.leyline import ActionSpec, LifecycleOp, SeedStage, Style
 from esper.leyline.keys import mix
 from esper.tolaria import preview_candidates
 from tests.reference import batch, small_hosts, wait
@@ -225,6 +226,25 @@ def test_bfloat16_stays_near(device: str) -> None:
     for ours, general, fine in zip(*(p.banks for p in (*populations, exact)), strict=True):
         ours_off, general_off = ((bank.first - fine.first).norm() / fine.first.norm() for bank in (ours, general))
         assert float(ours_off) < 1.5 * float(general_off) + 1e-2
+
+
+def test_more_rows_leave_the_sums_of_others_as_they_were(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Buffers grow with seeds that incubate; the parts in which a host's gradient is added up do not."""
+    monkeypatch.setattr(engine_module, "PROGRAMS", 128)
+    weights = []
+    for seeded in (False, True):
+        spec = ActionSpec.decisive(3, ("noop", "norm"))
+        population = Population(Host("mlp", **small_hosts()["mlp"]), 17, spec=spec, device=device)
+        actions = torch.tensor([population.spec.action("WAIT")]).repeat(17, 1)
+        if seeded:
+            blueprint = torch.ones(17, 3, dtype=torch.int64)
+            population.install(torch.arange(17), blueprint, torch.zeros_like(blueprint), torch.full((17, 3), 0.5), SeedStage.TRAINING)
+            population.life.alpha[:] = 0.0
+        population.begin_epoch(actions)
+        population.train_step(*batch(population, 16, torch.Generator().manual_seed(0)))
+        assert (population._run.rows.env.numel() > 64) == seeded
+        weights.append(population.banks[0].weights)
+    assert torch.equal(*weights)
 
 
 def test_what_has_no_op_runs_by_the_general_path() -> None:

@@ -145,7 +145,8 @@ class Engine:
         self.out_grad = [buffer(place.size) for place in self.places if place.slot >= 0]  # by slot
         widest = max(size for place in self.places for size in place.sizes)
         self.between = [buffer(widest), buffer(widest)]  # gradients inside a place
-        pieces = max(min(8, PROGRAMS // total), min(16, self.batch * widest // PART))
+        usual = 3 * self.rows  # never of the capacity: sums of gradients would depend on what neighbours hold
+        pieces = max(min(8, PROGRAMS // usual), min(16, self.batch * widest // PART))
         pieces = max(1, min(pieces, self.batch // 8))
         self.per = -(-self.batch // pieces)
         self.chunks = -(-self.batch // self.per)
