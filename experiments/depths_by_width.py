@@ -54,7 +54,7 @@ def play(name: str, folder: str, regime: str, seed: int, cache: str) -> dict[str
 def main() -> None:
     cells = [(regime, name, seed) for regime in REGIMES for seed, name in enumerate(TEXTS) if regime != FEW or seed % 2 == 0]
     options, played = play_all(__doc__, "depths_by_width", play, cells)
-    groups = {regime: [cell for cell in played if cell["regime"] == regime] for regime in REGIMES} | {"all": played}
+    groups = {regime: some for regime in REGIMES if (some := [cell for cell in played if cell["regime"] == regime])} | {"all": played}
     write(options, "depths_by_width", {"cells": played, "compared": {group: {
         arm: compared(some, arm, "second") for arm in ("yours", "first", "hindsight") if all(arm in cell["arms"] for cell in some)}
         for group, some in groups.items()}})
