@@ -435,7 +435,8 @@ def results_page() -> str:
         universe_arms=universe_arms(), universe_sources=universe_sources(), universe_levels=universe_levels(),
         universe_run=universe_run(), shallow=nats_less("shallow", read("experiments/results/shallow.json")["compared"], SHALLOW),
         depths=nats_less("named", read("experiments/results/depths.json")["compared"], DEPTHS), named=named(),
-        at_size=nats_less("named", read("experiments/results/depths_at_size.json")["compared"], DEPTHS), second_before=second_before(),
+        at_size=nats_less("named", read("experiments/results/depths_at_size.json")["compared"], DEPTHS | {
+            "halving": "the best of one, two, four and eight by successive halving"}), second_before=second_before(),
         by_width=nats_less("second rule", read("experiments/results/depths_by_width.json")["compared"], BY_WIDTH), deeper=grown_less(GREW, DEEPER), further=grown_less({"further": "text"}, FURTHER))
 
 
@@ -654,7 +655,7 @@ nats (per byte of text, per picture), mean over the data sets with 95 % interval
 names too many blocks.
 
 A hundred times further up, on six texts of 5 to 18 MB, with models 256 wide of up to 6.4 million parameters on an H200, the same rule names too few; what it named,
-one block and then mostly two, is still far better than the eight that the user comes with:
+one block and then mostly two, is still better than the eight that the user comes with:
 
 {at_size}
 
