@@ -260,7 +260,7 @@ def run(description: str | None, name: str, play: Callable[..., dict[str, Any]],
     options, played = play_all(description, name, play, cells)
     groups = {regime: [cell for cell in played if cell["regime"] == regime] for regime, _, _ in cells} | {"all": played}
     write(options, name, {"cells": played, "compared": {
-        group: {arm: compared(some, arm) for arm in arms} for group, some in groups.items()}})
+        group: {arm: compared(some, arm) for arm in arms} for group, some in groups.items() if some}})
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ REGIMES = {"64 wide, 5e11 FLOPs": (64, 5e11, (1, 2, 4)), "64 wide, 1e12 FLOPs": 
 ON = {"32 wide, 5e11 FLOPs": TEXTS[::2]}
 ONLY_WITH_PICTURES = "64 wide, 2e12 FLOPs"
 SEARCHED = (2e12, 4e12)
-
-
 FIRST = 20
 
 
@@ -82,7 +80,7 @@ def main() -> None:
     groups["pictures"] = [cell for cell in played if cell["text"] in PICTURES]
     write(options, "depths", {"cells": played, "compared": {group: {
         arm: compared(some, arm, "told") for arm in some[0]["arms"] if arm != "told" and all(arm in cell["arms"] for cell in some)}
-        for group, some in groups.items()}})
+        for group, some in groups.items() if some}})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does `esper.depths` know how deep a model should be a thousand times further up? GPTs of millions of parameters, and residual nets.
+"""Does `esper.depths` know how deep a model should be hundreds of times further up? GPTs of millions of parameters, and residual nets.
 
     python -m experiments.depths_at_size FOLDER --device cuda --workers 5
 

@@ -113,9 +113,9 @@ def main() -> None:
         ("texts", deep, TEXTS), ("pictures", deep, PICTURES), *(("texts", regime, TEXTS) for regime in others))}
     options, played = play_all(__doc__, "shallow", play, [cell for cells in named.values() for cell in cells])
     found = {(cell["regime"], cell["text"]): cell for cell in played}
-    groups = {group: [found[regime, name] for regime, name, _ in cells] for group, cells in named.items()}
+    groups = {group: [found[regime, name] for regime, name, _ in cells if (regime, name) in found] for group, cells in named.items()}
     write(options, "shallow", {"cells": played, "compared": {
-        group: {arm: compared(cells, arm, "shallow") for arm in cells[0]["arms"] if arm != "shallow"} for group, cells in groups.items()}})
+        group: {arm: compared(cells, arm, "shallow") for arm in cells[0]["arms"] if arm != "shallow"} for group, cells in groups.items() if cells}})
 
 
 if __name__ == "__main__":

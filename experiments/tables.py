@@ -21,6 +21,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+from esper.door.depths import ENOUGH
 from esper.leyline.codec import to_dict
 from experiments.scaling import scaling_svg
 
@@ -318,7 +319,7 @@ def second_before() -> str:
     better: dict[str, list[float]] = {}
     for cell in read("experiments/results/depths.json")["cells"]:
         width, asked = int(cell["regime"].partition(" wide")[0]), cell["targets per parameter"]
-        depth = max([1, *(int(n) for n, seen in asked.items() if seen >= 640 * int(n) / width)])
+        depth = max([1, *(int(n) for n, seen in asked.items() if seen >= ENOUGH * int(n) / width)])
         better.setdefault(cell["text"], []).append(cell["arms"]["told"]["loss"] - cell["arms"][str(depth)]["loss"])
     means = [statistics.fmean(each) for text, each in better.items() if len(each) > 1]  # pictures met one budget
     error = 2.2 * statistics.stdev(means) / math.sqrt(len(means))

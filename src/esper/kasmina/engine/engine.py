@@ -64,6 +64,12 @@ class Engine:
             _Place(banks[0], [programs.stages[slot]], shapes[slot], -1, self.device),
             _Place(banks[1 + slot], programs.seeds[slot], shapes[slot], slot, self.device))]
         self.places.append(_Place(banks[0], [programs.head], host.classes, -1, self.device))
+        self.usual = 3 * self.rows  # rows of a pass
+        self.widest = max(size for place in self.places for size in place.sizes)
+        # Not by the capacity: how gradients are added up would depend on what neighbours hold.
+        pieces = max(min(8, PROGRAMS // self.usual), min(16, batch * self.widest // PART))
+        self.per = -(-batch // max(1, min(pieces, batch // 8)))
+        self.chunks = -(-batch // self.per)
         per_place = (self.rows, 1 + self.slots)
         self.lr, self.decay = (torch.zeros(per_place, device=self.device) for _ in range(2))
         self.finite = torch.ones(per_place, dtype=torch.int8, device=self.device)
@@ -93,7 +99,7 @@ class Engine:
             return
         self.wired = rows
         if len(rows.env) > self.capacity:
-            hosts = 3 * self.rows if bool(rows.live[:, 0].any()) else 0  # counterfactual rows will follow
+            hosts = self.usual if bool(rows.live[:, 0].any()) else 0  # counterfactual rows will follow
             self._allocate(max(len(rows.env), hosts, 3 * self.capacity // 2))
         count, total, slots = len(rows.env), self.capacity, torch.arange(self.slots)
         every = torch.arange(count)
@@ -143,13 +149,7 @@ class Engine:
         self.values = [[buffer(size) for size in place.sizes[:-1]] for place in self.places]
         self.out = [buffer(place.size) for place in self.places]  # of a stage, of a slot, or logits
         self.out_grad = [buffer(place.size) for place in self.places if place.slot >= 0]  # by slot
-        widest = max(size for place in self.places for size in place.sizes)
-        self.between = [buffer(widest), buffer(widest)]  # gradients inside a place
-        usual = 3 * self.rows  # never of the capacity: sums of gradients would depend on what neighbours hold
-        pieces = max(min(8, PROGRAMS // usual), min(16, self.batch * widest // PART))
-        pieces = max(1, min(pieces, self.batch // 8))
-        self.per = -(-self.batch // pieces)
-        self.chunks = -(-self.batch // self.per)
+        self.between = [buffer(self.widest), buffer(self.widest)]  # gradients inside a place
         self.grads = [torch.zeros(self.chunks, *bank.weights.shape, device=device) for bank in self.banks]
 
     def _forward(self) -> Tensor:

@@ -16,8 +16,8 @@ from esper.tolaria.episodes import batches, play
 WIDTHS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Shares by which a static host may be wider; the smallest that has the parameters asked for is taken."""
 
-HELD = 2
-"""Environments that an evaluator holds: on a GPU the buffers of one may take gigabytes."""
+KEPT = 2
+"""Environments that an evaluator keeps: on a GPU the buffers of one may take gigabytes."""
 
 
 def widened(host: Host, share: float) -> Host:
@@ -36,7 +36,7 @@ class Evaluator:
         """The previews of `config` are for policies that ask for them; `make` makes environments."""
         self.config = EnvConfig(config) if isinstance(config, Family) else config
         self.held, self.make = held, make
-        self._held: dict[tuple[int, bool], MorphogeneticEnv] = {}
+        self._kept: dict[tuple[int, bool], MorphogeneticEnv] = {}
 
     @property
     def family(self) -> Family:
@@ -49,13 +49,13 @@ class Evaluator:
         return env.settling + env.shortest_ramp
 
     def environment(self, rows: int, previews: bool = False) -> MorphogeneticEnv:
-        """The last few that were asked for are held."""
-        held, key = self._held, (rows, previews)
-        found = held.pop(key, None)
-        while len(held) >= HELD:
-            del held[next(iter(held))]
-        held[key] = found or self.make(self.config if previews else replace(self.config, previews=None), rows)
-        return held[key]
+        """The last few that were asked for are kept."""
+        kept, key = self._kept, (rows, previews)
+        found = kept.pop(key, None)
+        while len(kept) >= KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = found or self.make(self.config if previews else replace(self.config, previews=None), rows)
+        return kept[key]
 
     def play(self, policy: PolicyBundle, scenarios: Scenarios, previews: bool = False) -> Episodes:
         """`previews`: it looks at candidates."""
